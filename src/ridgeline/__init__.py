@@ -1,0 +1,1 @@
+"""ridgeline: drive convolutional vision networks to the GPU's roofline."""
