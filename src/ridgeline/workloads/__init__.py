@@ -1,0 +1,1 @@
+"""What the verbs are used for: object detection on images, diffusion training."""
