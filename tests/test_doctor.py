@@ -7,9 +7,10 @@ import os
 import pytest
 import torch
 
-from ridgeline import doctor
+from ridgeline import ceilings, doctor
 from ridgeline.cache import cache_path, write_json
-from ridgeline.doctor import Ceilings, Check, Diagnosis, diagnose, load_ceilings, measure_ceilings, pipes_of
+from ridgeline.ceilings import Ceilings, load_ceilings, measure_ceilings, pipes_of
+from ridgeline.doctor import Check, Diagnosis, diagnose
 from ridgeline.errors import EnvironmentUnusable
 from ridgeline.specs import ACCUMULATE, find_spec
 from ridgeline.timing import GpuState, Timing
@@ -55,6 +56,7 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: properties.name)
     monkeypatch.setattr(doctor, "gpu_state", lambda: STATE)
+    monkeypatch.setattr(ceilings, "gpu_state", lambda: STATE)
     return properties
 
 
@@ -79,6 +81,7 @@ def test_measuring_needs_a_gpu(no_gpu):
 
 def test_a_driver_that_torch_cannot_use_is_a_problem(no_gpu, monkeypatch):
     monkeypatch.setattr(doctor, "gpu_state", lambda: STATE)
+    monkeypatch.setattr(ceilings, "gpu_state", lambda: STATE)
     diagnosis = diagnose()
     assert diagnosis.exit_code == 3
     assert diagnosis.problems == [
@@ -191,22 +194,22 @@ def _one_millisecond(fn, device, *, l2="cold"):
 
 
 def test_rates_count_work_by_the_formula(monkeypatch):
-    monkeypatch.setattr(doctor, "_time", _one_millisecond)
-    assert doctor._copy_bandwidth("cpu", 4096) == pytest.approx(2 * 4096 / 1e-3)
+    monkeypatch.setattr(ceilings, "_time", _one_millisecond)
+    assert ceilings._copy_bandwidth("cpu", 4096) == pytest.approx(2 * 4096 / 1e-3)
     for pipe in pipes_of((9, 0)):
-        assert doctor._matmul_rate(pipe, (32, 48, 64), "cpu") == pytest.approx(2 * 32 * 48 * 64 / 1e-3), pipe
-    assert doctor._conv_rate("tensor_bf16", (1, 16, 8, 8), "cpu") == pytest.approx(2 * 64 * 16 * 16 * 9 / 1e-3)
+        assert ceilings._matmul_rate(pipe, (32, 48, 64), "cpu") == pytest.approx(2 * 32 * 48 * 64 / 1e-3), pipe
+    assert ceilings._conv_rate("tensor_bf16", (1, 16, 8, 8), "cpu") == pytest.approx(2 * 64 * 16 * 16 * 9 / 1e-3)
 
 
 def test_the_cpu_clock_gives_a_plausible_rate():
-    rate = doctor._matmul_rate("cuda_fp32", (256, 256, 256), "cpu")
+    rate = ceilings._matmul_rate("cuda_fp32", (256, 256, 256), "cpu")
     assert 1e6 < rate < 1e14
 
 
 def test_switches_return_to_what_they_were():
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
-    with pytest.raises(ZeroDivisionError), doctor._set(matmul, "fp32_precision", "tf32"):
+    with pytest.raises(ZeroDivisionError), ceilings._set(matmul, "fp32_precision", "tf32"):
         assert matmul.fp32_precision == "tf32"
         _ = 1 / 0
     assert matmul.fp32_precision == before
@@ -215,18 +218,18 @@ def test_switches_return_to_what_they_were():
 def test_measurement_joins_the_parts_and_stores_them(fake_gpu, monkeypatch):
     rates = iter([100.0, 400.0, 300.0, 200.0])  # the first sweep, bf16; then constant
 
-    monkeypatch.setattr(doctor, "_copy_bandwidth", lambda device, size: size / 1e-3)
-    monkeypatch.setattr(doctor, "_matmul_rate", lambda pipe, mnk, device: next(rates, 380.0))
-    monkeypatch.setattr(doctor, "_conv_rate", lambda pipe, nchw, device: 7.0)
-    monkeypatch.setattr(doctor, "_graph_costs", lambda: (1e-6, 4e-6))
-    ceilings = measure_ceilings()
-    assert ceilings.peaks["bandwidth"] >= 2**30 / 1e-3
-    assert ceilings.peaks["tensor_bf16"] == 400.0
-    assert set(ceilings.peaks) == {"bandwidth", *pipes_of((9, 0))}
-    assert ceilings.conv == {"tensor_bf16 32x256x64x64": 7.0, "tensor_bf16 32x512x32x32": 7.0}
-    assert ceilings.drift == pytest.approx(-0.05)
-    assert (ceilings.driver, ceilings.power_limit_w) == (STATE.driver, 700)
-    assert load_ceilings("NVIDIA H200") == ceilings
+    monkeypatch.setattr(ceilings, "_copy_bandwidth", lambda device, size: size / 1e-3)
+    monkeypatch.setattr(ceilings, "_matmul_rate", lambda pipe, mnk, device: next(rates, 380.0))
+    monkeypatch.setattr(ceilings, "_conv_rate", lambda pipe, nchw, device: 7.0)
+    monkeypatch.setattr(ceilings, "_graph_costs", lambda: (1e-6, 4e-6))
+    measured = measure_ceilings()
+    assert measured.peaks["bandwidth"] >= 2**30 / 1e-3
+    assert measured.peaks["tensor_bf16"] == 400.0
+    assert set(measured.peaks) == {"bandwidth", *pipes_of((9, 0))}
+    assert measured.conv == {"tensor_bf16 32x256x64x64": 7.0, "tensor_bf16 32x512x32x32": 7.0}
+    assert measured.drift == pytest.approx(-0.05)
+    assert (measured.driver, measured.power_limit_w) == (STATE.driver, 700)
+    assert load_ceilings("NVIDIA H200") == measured
     assert diagnose(measure=True).ceilings is not None
 
 
@@ -247,9 +250,9 @@ def test_graph_costs_are_a_difference_of_chains(monkeypatch):
         return Timing(seconds, seconds, seconds, seconds, 5, "cuda-event", l2)
 
     monkeypatch.setattr("torch.randn", lambda *_, **__: None)
-    monkeypatch.setattr(doctor, "capture", lambda fn, inputs: Recorded(fn))
-    monkeypatch.setattr(doctor, "_time", clock)
-    kernel_gap_s, graph_launch_s = doctor._graph_costs()
+    monkeypatch.setattr(ceilings, "capture", lambda fn, inputs: Recorded(fn))
+    monkeypatch.setattr(ceilings, "_time", clock)
+    kernel_gap_s, graph_launch_s = ceilings._graph_costs()
     assert kernel_gap_s == pytest.approx(1e-6)
     assert graph_launch_s == pytest.approx(4e-6)
 
@@ -257,10 +260,10 @@ def test_graph_costs_are_a_difference_of_chains(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_measured_ceilings_lie_below_the_data_sheet():
-    ceilings = measure_ceilings()
-    spec = find_spec(ceilings.gpu)
-    assert 0.5 * spec.bandwidth < ceilings.peaks["bandwidth"] < spec.bandwidth
-    for pipe in ceilings.peaks.keys() - {"bandwidth"}:
-        assert 0.3 * spec.rate(pipe) < ceilings.peaks[pipe] < 1.05 * spec.rate(pipe), pipe
-    assert 1e-7 < ceilings.kernel_gap_s < 1e-5
-    assert 1e-6 < ceilings.graph_launch_s < 1e-4
+    measured = measure_ceilings()
+    spec = find_spec(measured.gpu)
+    assert 0.5 * spec.bandwidth < measured.peaks["bandwidth"] < spec.bandwidth
+    for pipe in measured.peaks.keys() - {"bandwidth"}:
+        assert 0.3 * spec.rate(pipe) < measured.peaks[pipe] < 1.05 * spec.rate(pipe), pipe
+    assert 1e-7 < measured.kernel_gap_s < 1e-5
+    assert 1e-6 < measured.graph_launch_s < 1e-4

@@ -1,1 +1,70 @@
-"""ridgeline: drive convolutional vision networks to the GPU's roofline."""
+"""ridgeline: drive convolutional vision networks to the GPU's roofline.
+
+Public names resolve on first use, so that importing the package costs neither torch nor Triton.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from ridgeline import demo as demo
+    from ridgeline import doctor as doctor
+    from ridgeline import kernels as kernels
+    from ridgeline import models as models
+    from ridgeline import profiler as profiler
+    from ridgeline import report_html as report_html
+    from ridgeline import report_text as report_text
+    from ridgeline import sass as sass
+    from ridgeline import specs as specs
+    from ridgeline import targets as targets
+    from ridgeline import workloads as workloads
+    from ridgeline.cost import Cost as Cost
+    from ridgeline.cost import CostMode as CostMode
+    from ridgeline.cost import register_cost as register_cost
+    from ridgeline.profiler import estimate as estimate
+    from ridgeline.report import Report as Report
+    from ridgeline.report import Row as Row
+    from ridgeline.specs import DeviceSpec as DeviceSpec
+    from ridgeline.specs import find_spec as find_spec
+
+_HOME = {
+    "Cost": "ridgeline.cost",
+    "CostMode": "ridgeline.cost",
+    "register_cost": "ridgeline.cost",
+    "estimate": "ridgeline.profiler",
+    "Report": "ridgeline.report",
+    "Row": "ridgeline.report",
+    "DeviceSpec": "ridgeline.specs",
+    "find_spec": "ridgeline.specs",
+}
+_MODULES = frozenset(
+    {
+        "demo",
+        "doctor",
+        "kernels",
+        "models",
+        "profiler",
+        "report_html",
+        "report_text",
+        "sass",
+        "specs",
+        "targets",
+        "workloads",
+    }
+)
+
+__all__ = ["__version__", *sorted(_HOME)]
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    if name in _MODULES:
+        return import_module(f"ridgeline.{name}")
+    raise AttributeError(f"module 'ridgeline' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_MODULES])

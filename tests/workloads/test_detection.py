@@ -17,7 +17,8 @@ from ridgeline.workloads.detection import Detection, check_input, detect, detect
 from ridgeline.workloads.draw import save_image
 from ridgeline.workloads.images import read_image
 
-STREET = Path(__file__).parents[2] / "examples" / "street.jpg"
+ROOT = Path(__file__).parents[2]
+STREET = ROOT / "src" / "ridgeline" / "assets" / "street.jpg"
 GREY_IMAGE = np.full((320, 640, 3), 128, np.uint8)  # square: 160 rows of padding above and below
 DOG, CAT, STOP = COCO_NAMES.index("dog"), COCO_NAMES.index("cat"), COCO_NAMES.index("stop sign")
 
@@ -227,7 +228,7 @@ def test_bundled_picture_is_small_and_readable():
 
 
 def test_bundled_picture_is_what_its_script_draws():
-    drawn = runpy.run_path(str(STREET.with_name("draw_street.py")))["draw_street"]()
+    drawn = runpy.run_path(str(ROOT / "examples" / "draw_street.py"))["draw_street"]()
     # JPEG and the letters, whose font depends on the OpenCV version, leave a small difference
     assert np.abs(drawn.astype(int) - read_image(STREET)).mean() < 2
 

@@ -1,0 +1,164 @@
+"""The `ridgeline` command: parse arguments, call a verb, print its result.
+
+stdout carries the result alone, stderr everything else. Exit codes: 0 ok, 1 threshold, 2 usage or unreadable input,
+3 environment unusable, 4 verification failed, 5 requested but not engaged, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import ridgeline
+from ridgeline.errors import RidgelineError
+
+INTERRUPTED = 130
+FORMATS = ("table", "json", "csv", "md")
+DTYPES = ("fp32", "tf32", "fp16", "bf16")
+DEFAULT_GPU = "NVIDIA H200"  # where the machine has none and none was named; every report prints the GPU it is for
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = _parser().parse_args(argv)
+    arguments.argv = argv
+    try:
+        return arguments.run(arguments)
+    except RidgelineError as error:
+        print(f"ridgeline {arguments.verb}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # the reader (`head`, `less`) has gone; pointing stdout at nothing keeps the interpreter's exit silent
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def roofline(a: argparse.Namespace) -> int:
+    spec = ridgeline.specs.choose_spec(a.gpu, default=DEFAULT_GPU)
+    target = ridgeline.targets.resolve(a.model, batch=a.batch)
+    report = ridgeline.profiler.estimate_target(target, spec, train=a.train, dtype=a.dtype)
+    print(ridgeline.report_text.render(report, a.format, max_rows=a.rows))
+    if a.html:
+        html = ridgeline.report_html
+        section = html.report_section(report, command=shlex.join(["ridgeline", *a.argv]))
+        html.write_html(a.html, html.page([section], title=f"{report.subject} on {report.gpu}"))
+        print(f"wrote {a.html}", file=sys.stderr)
+    return 0
+
+
+def detect(a: argparse.Namespace) -> int:
+    model = ridgeline.workloads.detection.load_detector(a.model, a.weights, device=a.device)
+    results = ridgeline.workloads.detection.detect_files(model, a.images, mode=a.letterbox, size=a.size, conf=a.conf)
+    code = 0
+    for result, _picture in ridgeline.workloads.draw.draw_files(results, a.out):
+        if result.error:
+            print(f"ridgeline detect: {result.error}", file=sys.stderr)
+            code = result.error.exit_code
+        else:
+            print(json.dumps(result.to_json(), ensure_ascii=False), flush=True)
+    return code
+
+
+def doctor(a: argparse.Namespace) -> int:
+    diagnosis = ridgeline.doctor.diagnose(measure=a.measure)
+    print(diagnosis.to_json() if a.format == "json" else "\n".join(diagnosis.lines()))
+    for problem in diagnosis.problems:
+        print(f"ridgeline doctor: {problem}", file=sys.stderr)
+    return diagnosis.exit_code
+
+
+def sass(a: argparse.Namespace) -> int:
+    report = ridgeline.sass.inspect_op(ridgeline.kernels.find(a.kernel), arch=a.arch, dtype=a.dtype)
+    print(report.to_json() if a.format == "json" else "\n".join(report.lines()))
+    return 0
+
+
+def demo(a: argparse.Namespace) -> int:
+    spec = ridgeline.specs.choose_spec(a.gpu, default=DEFAULT_GPU)
+    for line in ridgeline.demo.run(a.images, spec=spec, weights=a.weights, folder=a.out):
+        print(line, flush=True)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ridgeline", description="Drive convolutional vision networks to the GPU's roofline."
+    )
+    parser.add_argument("--version", action="version", version=f"ridgeline {ridgeline.__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for add in (_add_roofline, _add_detect, _add_doctor, _add_sass, _add_demo):
+        add(verbs)
+    return parser
+
+
+def _add_roofline(verbs: argparse._SubParsersAction) -> None:
+    p = _verb(verbs, "roofline", roofline, "what a model costs and what bounds it, without a GPU")
+    p.add_argument(
+        "model", metavar="MODEL", help="yolo26n|s|m|l|x, ddpm-cifar10, package.module:callable or file.py:callable"
+    )
+    p.add_argument(
+        "--gpu", help=f"driver name, short name ('L4') or TOML file; default: this machine's, else {DEFAULT_GPU}"
+    )
+    p.add_argument("--train", action="store_true", help="cost the training step: forward, backward, clip, AdamW, EMA")
+    p.add_argument("--dtype", choices=DTYPES, help="default: fp16, with --train bf16 autocast")
+    p.add_argument("--batch", type=int, help="images a step; default 1, for ddpm-cifar10 128")
+    p.add_argument("--format", choices=FORMATS, default="table")
+    p.add_argument(
+        "--rows", type=int, default=20, help="layers shown in the table and md formats (default %(default)s)"
+    )
+    p.add_argument(
+        "--html", type=Path, metavar="FILE", help="also write one self-contained page with the roofline plot"
+    )
+
+
+def _add_detect(verbs: argparse._SubParsersAction) -> None:
+    p = _verb(verbs, "detect", detect, "find objects in images with YOLO26")
+    p.add_argument("images", nargs="+", metavar="IMAGE", help="file, folder or glob")
+    p.add_argument("--model", default="yolo26n", help="yolo26n|s|m|l|x (default %(default)s)")
+    p.add_argument("--weights", type=Path, metavar="FILE", help="official .pt, .safetensors or a plain state dict")
+    p.add_argument("--letterbox", choices=("square", "rect"), default="rect", help="default %(default)s")
+    p.add_argument(
+        "--size", type=int, default=640, help="longer side in pixels, a multiple of 32 (default %(default)s)"
+    )
+    p.add_argument("--conf", type=float, default=0.25, help="keep scores above this (default %(default)s)")
+    p.add_argument(
+        "--out", type=Path, default=Path("detections"), metavar="DIR", help="pictures with boxes (default %(default)s)"
+    )
+    p.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: the GPU when there is one"
+    )
+    p.add_argument("--format", choices=("json",), default="json", help="one object a line on stdout")
+
+
+def _add_doctor(verbs: argparse._SubParsersAction) -> None:
+    p = _verb(verbs, "doctor", doctor, "what this machine can do, and what stands in the way")
+    p.add_argument("--measure", action="store_true", help="measure the GPU's ceilings again (about a minute)")
+    p.add_argument("--format", choices=("table", "json"), default="table")
+
+
+def _add_sass(verbs: argparse._SubParsersAction) -> None:
+    p = _verb(verbs, "sass", sass, "compile a kernel for an architecture, without a GPU, and count its instructions")
+    p.add_argument("kernel", metavar="KERNEL", help="conv2d_act")
+    p.add_argument("--arch", default="sm_90", help="sm_80, sm_86, sm_89, sm_90 or sm_120 (default %(default)s)")
+    p.add_argument("--dtype", choices=("fp32", "fp16", "bf16"), default="fp16")
+    p.add_argument("--format", choices=("table", "json"), default="table")
+
+
+def _add_demo(verbs: argparse._SubParsersAction) -> None:
+    p = _verb(verbs, "demo", demo, "the main job end to end: rooflines, detection, one HTML page")
+    p.add_argument("images", nargs="*", metavar="IMAGE", help="default: the bundled picture")
+    p.add_argument("--gpu", help=f"default: this machine's, else {DEFAULT_GPU}")
+    p.add_argument("--weights", type=Path, metavar="FILE", help="YOLO26n weights; default: the cache folder")
+    p.add_argument("--out", type=Path, default=Path("out"), metavar="DIR")
+
+
+def _verb(verbs: argparse._SubParsersAction, name: str, run: object, text: str) -> argparse.ArgumentParser:
+    parser = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.set_defaults(run=run)
+    return parser

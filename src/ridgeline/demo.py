@@ -1,0 +1,78 @@
+"""The main job end to end on one page: the rooflines of both reference workloads and a detection on a picture."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from ridgeline import targets, units
+from ridgeline.errors import UsageError
+from ridgeline.profiler import estimate_target
+from ridgeline.report import Report
+from ridgeline.report_html import Section, detection_section, page, report_section, write_html
+from ridgeline.specs import DeviceSpec
+from ridgeline.workloads.detection import FileResult, detect_files, load_detector
+from ridgeline.workloads.draw import draw_files
+
+DETECTOR = "yolo26n"
+STREET = str(files("ridgeline") / "assets" / "street.jpg")
+PAGE = "demo.html"
+
+
+def run(images: Sequence[str], *, spec: DeviceSpec, weights: Path | None, folder: Path) -> Iterator[str]:
+    """Do the work step by step, yielding a line of text after each; the last line is the page's path.
+
+    `images` empty: the bundled picture. Without weights at hand the detection is left out and the page and the line
+    say how to get them; nothing is downloaded.
+    """
+    sections = []
+    for name, train in ((DETECTOR, False), ("ddpm-cifar10", True)):
+        report = estimate_target(targets.resolve(name), spec, train=train)
+        flags = ["--train"] if train else []
+        sections.append(
+            report_section(report, command=shlex.join(["ridgeline", "roofline", name, *flags, "--gpu", spec.name]))
+        )
+        yield _headline(report)
+    section, line = _detection(list(images) or [STREET], weights, folder)
+    yield line
+    path = folder / PAGE
+    folder.mkdir(parents=True, exist_ok=True)
+    write_html(path, page([*sections, section], title="ridgeline demo"))
+    yield str(path)
+
+
+def _headline(report: Report) -> str:
+    what = "training step" if report.train else "forward pass"
+    return (
+        f"{report.subject} {what}, batch {report.batch}, {report.dtype} on {report.gpu}: "
+        f"{units.flops(report.flops)}, one kernel an op {units.seconds(report.unfused_s)}, "
+        f"fused floor {units.seconds(report.floor_s)}, {report.chain_length} dependent kernels"
+    )
+
+
+def _detection(images: list[str], weights: Path | None, folder: Path) -> tuple[Section, str]:
+    try:
+        model = load_detector(DETECTOR, weights, download=False)
+    except UsageError as error:
+        if weights is not None:
+            raise
+        return detection_section([], title="Detection", note=str(error)), f"detection left out: {error}"
+    found, pictures = 0, []
+    for result, picture in draw_files(detect_files(model, images, mode="rect"), folder / "detections"):
+        if result.error is not None:
+            raise result.error
+        assert picture is not None
+        found += len(result.detections)
+        pictures.append((result.path.name, picture.read_bytes(), _rows(result)))
+    command = shlex.join(["ridgeline", "detect", *images])
+    line = f"{found} objects found in {len(pictures)} image(s) by {DETECTOR}, pictures in {folder / 'detections'}"
+    return detection_section(pictures, title="Detection", command=command), line
+
+
+def _rows(result: FileResult) -> list[dict[str, object]]:
+    return [
+        {"label": one.class_name, "score": one.score, "box": (one.x1, one.y1, one.x2, one.y2)}
+        for one in result.detections
+    ]

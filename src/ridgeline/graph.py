@@ -1,0 +1,137 @@
+"""Export a module to a graph of aten calls, and look for what should not be inside it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from ridgeline.errors import NotEngaged
+
+_COPIES = ("aten.clone.default", "aten.contiguous.default", "aten.copy.default", "aten.copy_.default")
+_FILLS = ("aten.zeros.default", "aten.zeros_like.default", "aten.fill_.Scalar", "aten.zero_.default")
+_VIEWS = (
+    "aten.chunk.default",
+    "aten.detach.default",
+    "aten.expand.default",
+    "aten.flatten.using_ints",
+    "aten.narrow.default",
+    "aten.permute.default",
+    "aten.reshape.default",
+    "aten.select.int",
+    "aten.slice.Tensor",
+    "aten.split.Tensor",
+    "aten.split_with_sizes.default",
+    "aten.squeeze.dim",
+    "aten.t.default",
+    "aten.transpose.int",
+    "aten.unsqueeze.default",
+    "aten.view.default",
+)
+
+
+def export(module: nn.Module, inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """The module as a graph of aten calls whose nodes carry fake tensors, module path and source line.
+
+    Weights stay attributes of the graph module and are shared with `module`. Raises NotEngaged, naming what
+    stands in the way, for a module that torch.export refuses.
+    """
+    try:
+        with torch.no_grad():
+            graph_module = torch.export.export(module, tuple(inputs)).module()
+    except (
+        torch._dynamo.exc.TorchDynamoException,
+        torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode,
+    ) as error:
+        raise NotEngaged(f"{type(module).__name__} cannot be exported: {_first_sentence(error)}") from error
+    assert isinstance(graph_module, fx.GraphModule)
+    for node in list(graph_module.graph.nodes):
+        # guards on the example inputs: the compiled callable checks its inputs by signature
+        if node.op == "call_module" and node.target == "_guards_fn":
+            graph_module.graph.erase_node(node)
+    graph_module.recompile()
+    return graph_module
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing a graph of fused kernels should not hold."""
+
+    what: str  # "concat", "copy", "fill" or "layout change"
+    node: str
+    where: str  # module path and source line of the code that asked for it
+
+
+def interior(graph_module: fx.GraphModule) -> tuple[Finding, ...]:
+    """Concats, copies, fills and layout changes between the graph's input and output, each with its origin."""
+    found = []
+    for node in graph_module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        what = _offence(node)
+        if what is not None:
+            found.append(Finding(what, f"{node.name} = {node.target}", origin(node)))
+    return tuple(found)
+
+
+def origin(node: fx.Node) -> str:
+    """ "model.4.cv1 (blocks.py:33)": the innermost module and the source line a node came from."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    module = stack[-1][0] if stack else ""
+    frames = [
+        line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File")
+    ]
+    if not frames:
+        return module
+    path, line, *_ = frames[-1].removeprefix("File ").split(", ")
+    return f"{module} ({path.strip(chr(34)).rsplit('/', 1)[-1]}:{line.removeprefix('line ')})"
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node only renames memory of its first argument."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return True
+    return str(node.target) in _VIEWS and not _reshape_copies(node)
+
+
+def _offence(node: fx.Node) -> str | None:
+    name = str(node.target)
+    if name == "aten.cat.default":
+        return "concat"
+    if name in _COPIES:
+        return "copy"
+    if name in _FILLS:
+        return "fill"
+    if _reshape_copies(node):
+        return "copy"
+    value = node.meta.get("val")
+    source = next((a.meta.get("val") for a in node.all_input_nodes if isinstance(a.meta.get("val"), Tensor)), None)
+    if not isinstance(value, Tensor) or not isinstance(source, Tensor) or not value.dim() == source.dim() == 4:
+        return None
+    changed = _channels_last(source) and not _channels_last(value)
+    return "layout change" if changed and not is_view(node) else None
+
+
+def _channels_last(x: Tensor) -> bool:
+    """True also for a channel slice of a channels-last tensor, whose pixels lie further apart."""
+    _, c, h, w = x.shape
+    # a 1x1 map or a single channel is both layouts at once, so ask the predicate and never compare strides
+    return c == 1 or h * w == 1 or x.stride(1) == 1 or x.is_contiguous(memory_format=torch.channels_last)
+
+
+def _reshape_copies(node: fx.Node) -> bool:
+    if str(node.target) not in ("aten.reshape.default", "aten.flatten.using_ints"):
+        return False
+    source, value = node.args[0].meta.get("val"), node.meta.get("val")
+    if not isinstance(source, Tensor) or not isinstance(value, Tensor):
+        return False
+    return source.untyped_storage()._cdata != value.untyped_storage()._cdata
+
+
+def _first_sentence(error: Exception) -> str:
+    return " ".join(str(error).split("\n\n")[0].split())

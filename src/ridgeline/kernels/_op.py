@@ -1,0 +1,214 @@
+"""Op: a kernel with its meaning and its cost, registered with PyTorch in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ridgeline.cost import Cost, register_cost
+from ridgeline.errors import UsageError
+from ridgeline.sass import KernelSource, shared_limit_bytes
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One set of arguments and the reason it is there.
+
+    `arguments(dtype, device)` builds the op's keyword arguments; on the "meta" device it must not need data.
+    `real_size` marks shapes of real networks: too slow for the interpreter, what benchmarks time and `sass` compiles.
+    """
+
+    why: str
+    arguments: Callable[[torch.dtype, str], dict[str, Any]]
+    real_size: bool = False
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a config depends on besides the problem."""
+
+    arch: str  # "sm_90"
+    sm_count: int
+    shared_bytes: int  # largest a block may opt in to
+
+
+# Streaming multiprocessors assumed where no GPU is asked: A100, A10, L4, H100/H200 SXM, RTX 5090.
+_SM_COUNT = {"sm_80": 108, "sm_86": 72, "sm_89": 58, "sm_90": 132, "sm_120": 170}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch: run it here, or hand its source to `sass` for any architecture."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Tensor | int | None]  # run-time parameters; None is compiled in, as the launcher does
+    constants: Mapping[str, int | bool | str]
+    num_warps: int
+    num_stages: int
+    output: Tensor  # one of the arguments
+    pdl: bool = False  # programmatic dependent launch: the kernel waits for its predecessor itself; sm_90 and later
+
+    def run(self) -> None:
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        if self.pdl:
+            options["launch_pdl"] = True
+        self.kernel[self.grid](**self.arguments, **self.constants, **options)
+
+    def source(self, arch: str) -> KernelSource:
+        """The same specialisation that the launcher would choose: alignment to 16, and None or 1 compiled in."""
+        compiled_in = {name: v for name, v in self.arguments.items() if v is None or (isinstance(v, int) and v == 1)}
+        passed = {name: v for name, v in self.arguments.items() if name not in compiled_in}
+        return KernelSource(
+            kernel=self.kernel,
+            signature={name: _triton_type(v) for name, v in passed.items()},
+            constants={**self.constants, **compiled_in},
+            arch=arch,
+            num_warps=self.num_warps,
+            num_stages=self.num_stages,
+            aligned=tuple(name for name, v in passed.items() if _aligned(v)),
+        )
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """How an op becomes a launch; both functions also take the op's own arguments by name and run nothing."""
+
+    plan: Callable[..., Launch]  # plan(config=None, target=None, **arguments)
+    candidates: Callable[..., tuple[Any, ...]]  # candidates(target=None, **arguments): configs, the default first
+
+
+@dataclass(frozen=True)
+class Op:
+    """A kernel with meaning and cost. Calling it runs the registered operator, visible to export and autograd."""
+
+    name: str
+    call: Callable[..., Any]
+    reference: Callable[..., Tensor]  # the same in plain PyTorch, in any floating dtype
+    cost: Callable[..., Cost]
+    launcher: Launcher
+    samples: tuple[Sample, ...]
+    dtypes: tuple[torch.dtype, ...]
+    error_factor: float  # see numerics; above 2 only with the reason in the kernel's file
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+    @property
+    def overload(self) -> torch._ops.OpOverload:
+        """What a graph's nodes name as their target."""
+        return getattr(torch.ops.ridgeline, self.name).default
+
+    def source(self, *, arch: str, dtype: str = "fp16", sample: str | None = None, config: Any = None) -> KernelSource:
+        """The kernel's source for the first sample whose `why` contains `sample`; None: the first of real size."""
+        if dtype not in DTYPES or DTYPES[dtype] not in self.dtypes:
+            known = ", ".join(name for name, value in DTYPES.items() if value in self.dtypes)
+            raise UsageError(f"{self.name}: dtype must be one of {known}, got {dtype!r}")
+        chosen = [s for s in self.samples if (s.real_size if sample is None else sample in s.why)]
+        if not chosen:
+            raise UsageError(
+                f"{self.name}: no sample's reason contains {sample!r}: {'; '.join(s.why for s in self.samples)}"
+            )
+        arguments = chosen[0].arguments(DTYPES[dtype], "meta")
+        return self.launcher.plan(config=config, target=typical_target(arch), **arguments).source(arch)
+
+
+@dataclass(frozen=True)
+class Autograd:
+    """The two functions of `torch.library.register_autograd`."""
+
+    setup: Callable[..., None]
+    backward: Callable[..., Any]
+
+
+def define(
+    call: Callable[..., Tensor],
+    *,
+    reference: Callable[..., Tensor],
+    cost: Callable[..., Cost],
+    launcher: Launcher,
+    samples: tuple[Sample, ...],
+    dtypes: tuple[torch.dtype, ...],
+    error_factor: float = 2.0,
+    autograd: Autograd | None = None,
+) -> Op:
+    """Register `call` as `ridgeline::<its name>` and return its Op.
+
+    The fake kernel is the reference on fake tensors, restrided to channels-last, so meaning and shape cannot disagree.
+    The operator keeps its name through export and compile, and its inputs keep their strides.
+    """
+    name = call.__name__
+    # needs_exact_strides: Inductor would otherwise hand over whatever layout its neighbours prefer
+    op = torch.library.custom_op(f"ridgeline::{name}", call, mutates_args=(), tags=(torch.Tag.needs_exact_strides,))
+
+    @op.register_fake
+    def _(*args: Any, **kwargs: Any) -> Tensor:
+        y = reference(*args, **kwargs)
+        return torch.empty_like(y, memory_format=torch.channels_last if y.dim() == 4 else torch.contiguous_format)
+
+    if autograd is not None:
+        op.register_autograd(autograd.backward, setup_context=autograd.setup)
+
+    packet = getattr(torch.ops.ridgeline, name)
+
+    @register_flop_formula(packet, get_raw=True)
+    def _(*args: Any, out_val: Any = None, **kwargs: Any) -> int:  # noqa: ARG001
+        return cost(*args, **kwargs).flops
+
+    register_cost(packet, cost, kind=name)
+    return Op(name, op, reference, cost, launcher, samples, dtypes, error_factor)
+
+
+def typical_target(arch: str) -> Target:
+    """A common GPU of an architecture. Raises UsageError for one that `sass` does not know."""
+    shared_bytes = shared_limit_bytes(arch)
+    return Target(arch, _SM_COUNT[arch], shared_bytes)
+
+
+def target_of(x: Tensor) -> Target:
+    """The GPU that holds `x`; an H100/H200 for a tensor on no GPU."""
+    return _cuda_target(x.device.index or 0) if x.is_cuda else typical_target("sm_90")
+
+
+def check_launchable(op: str, kernel: Any, x: Tensor) -> None:
+    """Refuse a tensor that this process cannot run kernels on."""
+    if not x.is_cuda and isinstance(kernel, triton.runtime.JITFunction):
+        raise ValueError(
+            f"{op}: x must be on a CUDA device, got {x.device}: "
+            f"move it, or set TRITON_INTERPRET=1 before Triton is imported"
+        )
+
+
+@lru_cache
+def _cuda_target(index: int) -> Target:
+    properties = torch.cuda.get_device_properties(index)
+    return Target(
+        f"sm_{properties.major}{properties.minor}",
+        properties.multi_processor_count,
+        properties.shared_memory_per_block_optin,
+    )
+
+
+def _triton_type(value: Tensor | int | None) -> str:
+    if isinstance(value, Tensor):
+        return _POINTERS[value.dtype]
+    assert value is not None
+    return "i32" if abs(value) <= _INT32_MAX else "i64"
+
+
+def _aligned(value: Tensor | int | None) -> bool:
+    if isinstance(value, Tensor):
+        # allocations are aligned to more than 16 bytes, so only a view's offset can break it
+        return value.storage_offset() * value.element_size() % 16 == 0
+    return isinstance(value, int) and value % 16 == 0

@@ -1,0 +1,399 @@
+"""y = act(depthwise conv2d(x, weight) + bias) + residual, NHWC, one kernel on the CUDA cores.
+
+x         [N, C, H, W]    channels_last, or a channel slice of a channels_last tensor; fp32, fp16, bf16
+weight    [C, 1, R, S]    stored in the order [R, S, C] (see `pack`), so that channels are adjacent; dtype of x
+bias      [C]             fp32 or the dtype of x; None: no bias
+residual  [N, C, HO, WO]  as x; added after the activation; may be x itself
+y         [N, C, HO, WO]  channels_last, dtype of x
+act       "silu" or "none"
+pdl       programmatic dependent launch: the kernel reads its filter while its predecessor still runs; sm_90 and later
+
+Products and sums in fp32; bias, activation and residual are applied in fp32 and rounded once. An empty batch gives an
+empty y. Raises ValueError or TypeError for any other layout, dtype or choice.
+
+A filter of R·S taps does R·S multiply-adds per element it loads: no matrix unit helps, and the bound is bandwidth. A
+program takes a run of pixels and a block of channels; a thread owns adjacent channels, so that loads are 16 bytes
+wide, and the R·S-fold reuse of x is left to the L1 cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ridgeline.cost import Cost
+from ridgeline.cost.conv import ConvProblem, conv_forward, problem_of
+from ridgeline.kernels._nhwc import (
+    ACTIVATIONS,
+    activate,
+    check_map,
+    empty_nhwc,
+    partly_shared,
+    pixel_pitch,
+    random_nhwc,
+    share_elements,
+)
+from ridgeline.kernels._op import Launch, Launcher, Sample, Target, check_launchable, define, target_of
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_INT32_ELEMENTS = 2**31
+_VECTOR_BYTES = 16
+_MAX_ELEMENTS = 32  # fp32 accumulators a thread
+# A 3x3 filter of 8 channels fits a thread's registers beside its accumulators, a 5x5 filter does not.
+_MOST_TAPS_KEPT = tl.constexpr(9)
+
+
+def pack(weight: Tensor) -> Tensor:
+    """The same [C, 1, R, S] weight stored as [R, S, C]. Done once, when a graph is built, never per call."""
+    return weight.permute(2, 3, 1, 0).contiguous().permute(3, 2, 0, 1)
+
+
+def is_packed(weight: Tensor) -> bool:
+    return weight.permute(2, 3, 1, 0).is_contiguous()
+
+
+def reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    act: str = "silu",
+    pdl: bool = False,  # noqa: ARG001 - a choice of scheduling, not of meaning
+) -> Tensor:
+    y = F.conv2d(x, weight, None if bias is None else bias.to(x.dtype), stride, padding, groups=x.shape[1])
+    if act == "silu":
+        y = F.silu(y)
+    return y if residual is None else y + residual
+
+
+def cost(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    act: str = "silu",  # noqa: ARG001
+    pdl: bool = False,  # noqa: ARG001
+) -> Cost:
+    """The FLOPs of the products, as for a plain convolution: the epilogue rides on them."""
+    conv = conv_forward(problem_of(x, weight, stride, padding, (1, 1), x.shape[1]), x.dtype)
+    epilogue = sum(t.nbytes for t in (bias, residual) if t is not None and t is not x)
+    return replace(conv, read_bytes=conv.read_bytes + epilogue, pipe="cuda_fp32")
+
+
+@triton.jit
+def depthwise_conv2d_act_kernel(  # noqa: ANN201
+    x_ptr, weight_ptr, bias_ptr, residual_ptr, y_ptr,
+    pixels,  # N * HO * WO
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
+    HO: tl.constexpr, WO: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
+    PAD_H: tl.constexpr, PAD_W: tl.constexpr,
+    X_PITCH: tl.constexpr, RESIDUAL_PITCH: tl.constexpr, Y_PITCH: tl.constexpr, ACT: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+    # Neighbouring programs share their pixels, and with them the DRAM sectors that a block of channels only half uses.
+    channel_tiles: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
+    tile = tl.program_id(0)
+    m = tile // channel_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    if WIDE:
+        # some tensor has 2^31 elements or more, and every offset below is a multiple of m
+        m = (tile // channel_tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    c = tile % channel_tiles * BLOCK_C + tl.arange(0, BLOCK_C)
+    valid_m = m < pixels
+    valid_c = c < C
+    valid_y = valid_m[:, None] & valid_c[None, :]
+
+    acc = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + c, mask=valid_c, other=0.0).to(tl.float32)[None, :]
+    # What does not depend on the predecessor is loaded before the wait; without one, keeping it would only cost registers.
+    KEEP_TAPS: tl.constexpr = PDL and R * S <= _MOST_TAPS_KEPT
+    taps = ()
+    if KEEP_TAPS:
+        for tap in tl.static_range(R * S):
+            taps = taps + (tl.load(weight_ptr + tap * C + c, mask=valid_c, other=0.0),)
+    if PDL:
+        gdc_wait()
+
+    image = m // (HO * WO)
+    h = m // WO % HO * STRIDE_H - PAD_H
+    w = m % WO * STRIDE_W - PAD_W
+    # the tap (0, 0) of each pixel; before the tensor's start where padded, and then never read
+    x_tap = x_ptr + ((image * H + h) * W + w)[:, None] * X_PITCH + c[None, :]
+    for r in tl.static_range(R):
+        for s in tl.static_range(S):
+            inside = valid_m & (h + r >= 0) & (h + r < H) & (w + s >= 0) & (w + s < W)
+            x = tl.load(x_tap + (r * W + s) * X_PITCH, mask=inside[:, None] & valid_c[None, :], other=0.0)
+            if KEEP_TAPS:
+                weight = taps[r * S + s]
+            else:
+                weight = tl.load(weight_ptr + (r * S + s) * C + c, mask=valid_c, other=0.0)
+            acc += x.to(tl.float32) * weight.to(tl.float32)[None, :]
+
+    acc = activate(acc, ACT)
+    if residual_ptr is not None:
+        acc += tl.load(residual_ptr + m[:, None] * RESIDUAL_PITCH + c[None, :], mask=valid_y, other=0.0).to(tl.float32)
+    tl.store(y_ptr + m[:, None] * Y_PITCH + c[None, :], acc.to(y_ptr.dtype.element_ty), mask=valid_y)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call, checked. `out` is where y goes, channels_last or a channel slice of it; None: not allocated yet."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    stride: Sequence[int] = (1, 1)
+    padding: Sequence[int] = (0, 0)
+    act: str = "silu"
+    pdl: bool = False
+    out: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        x, weight, bias = self.x, self.weight, self.bias
+        if x.dim() != 4 or weight.dim() != 4:
+            _refuse(f"x and weight must have 4 axes, got shapes {tuple(x.shape)} and {tuple(weight.shape)}")
+        if x.dtype not in FLOATS or weight.dtype != x.dtype:
+            _refuse(f"x and weight must share one of fp32, fp16, bf16, got {x.dtype} and {weight.dtype}", TypeError)
+        if weight.shape[:2] != (x.shape[1], 1) or 0 in weight.shape:
+            _refuse(f"weight must be [{x.shape[1]}, 1, R, S] like the channels of x, got {tuple(weight.shape)}")
+        if self.act not in ACTIVATIONS:
+            _refuse(f"act must be one of {', '.join(ACTIVATIONS)}, got {self.act!r}")
+        if len(self.stride) != 2 or min(self.stride) < 1:
+            _refuse(f"stride must be two numbers of at least 1, got {tuple(self.stride)}")
+        if len(self.padding) != 2 or min(self.padding) < 0:
+            _refuse(f"padding must be two numbers of at least 0, got {tuple(self.padding)}")
+        if not is_packed(weight):
+            _refuse(f"weight must be stored as [R, S, C], got strides {weight.stride()}: use depthwise_conv2d_act.pack")
+        check_bias("depthwise_conv2d_act", bias, x.shape[1], x.dtype)
+        check_map("depthwise_conv2d_act", "x", x, like=x, shape=tuple(x.shape))
+        for name, tensor in (("residual", self.residual), ("out", self.out)):
+            if tensor is not None:
+                check_map("depthwise_conv2d_act", name, tensor, like=x, shape=self.out_shape)
+        if self.out is not None and share_elements(self.out, x):
+            _refuse("out must not share memory with x: other programs still read what would be written")
+        if self.out is not None and self.residual is not None and partly_shared(self.out, self.residual):
+            _refuse("out must be the residual itself or share no memory with it, got shifted channels of one buffer")
+        check_device("depthwise_conv2d_act", x, weight=weight, bias=bias, residual=self.residual, out=self.out)
+
+    @property
+    def conv(self) -> ConvProblem:
+        return problem_of(self.x, self.weight, self.stride, self.padding, (1, 1), self.x.shape[1])
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        conv = self.conv
+        return conv.n, conv.k, conv.oh, conv.ow
+
+    @property
+    def pixels(self) -> int:
+        conv = self.conv
+        return conv.n * conv.oh * conv.ow
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile of one program: block_m pixels x block_c channels."""
+
+    block_m: int
+    block_c: int
+    num_warps: int
+
+    def is_valid(self, problem: Problem, target: Target) -> bool:  # noqa: ARG002 - the contract's signature
+        """Whether blocks are powers of two and a thread keeps its accumulators, filter and pointers in registers."""
+        return (
+            all(block >= 1 and block & (block - 1) == 0 for block in (self.block_m, self.block_c))
+            and self.num_warps in (1, 2, 4, 8)
+            and self.block_m * self.block_c <= _MAX_ELEMENTS * 32 * self.num_warps
+            # a filter row with as many channels as threads is loaded one by one and dealt out through shared memory
+            and self.block_c <= min(16 * self.num_warps, triton.next_power_of_2(problem.x.shape[1]))
+        )
+
+
+def default_config(problem: Problem, target: Target) -> Config:
+    """The largest tile that still gives every multiprocessor one, or the smallest if none does."""
+    widths = [(elements, min(_block_c(problem), 16 * warps), warps) for elements, warps in _TILES]
+    tiles = [Config(elements // block_c, block_c, warps) for elements, block_c, warps in widths]
+    return next((tile for tile in tiles if _programs(problem, tile) >= target.sm_count), tiles[-1])
+
+
+def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
+    """The default, then every other valid config with 4 to 16 elements a thread."""
+    problem = Problem(**arguments)
+    target = target or target_of(problem.x)
+    default = default_config(problem, target)
+    widths = {default.block_c, max(8, default.block_c // 2), triton.next_power_of_2(problem.x.shape[1])}
+    tried = (Config(m, c, warps) for c in sorted(widths) for m in (4, 8, 16, 32, 64, 128) for warps in (1, 2, 4, 8))
+    worth = (t for t in tried if 4 <= t.block_m * t.block_c // (32 * t.num_warps) <= 16)
+    return (default, *(t for t in worth if t != default and t.is_valid(problem, target)))
+
+
+def plan(*, config: Config | None = None, target: Target | None = None, **arguments: Any) -> Launch:
+    """The launch for one call; `arguments` are Problem's. Runs nothing."""
+    problem = Problem(**arguments)
+    conv, target = problem.conv, target or target_of(problem.x)
+    config = config or default_config(problem, target)
+    if not config.is_valid(problem, target):
+        raise ValueError(f"depthwise_conv2d_act: {config} is not valid for {conv} on {target.arch}")
+    y = empty_nhwc(problem.out_shape, like=problem.x) if problem.out is None else problem.out
+    maps = {"x": problem.x, "residual": problem.residual, "y": y}
+    pitches = {name: 0 if t is None else pixel_pitch(t) or 0 for name, t in maps.items()}
+    extents = [t.shape[0] * t.shape[2] * t.shape[3] * pitches[name] for name, t in maps.items() if t is not None]
+    return Launch(
+        kernel=depthwise_conv2d_act_kernel,
+        grid=(_programs(problem, config),),
+        arguments={
+            "x_ptr": problem.x,
+            "weight_ptr": problem.weight,
+            "bias_ptr": problem.bias,
+            "residual_ptr": problem.residual,
+            "y_ptr": y,
+            "pixels": problem.pixels,
+        },
+        constants={
+            "C": conv.c,
+            "H": conv.image[0],
+            "W": conv.image[1],
+            "R": conv.filter[0],
+            "S": conv.filter[1],
+            "HO": conv.oh,
+            "WO": conv.ow,
+            "STRIDE_H": problem.stride[0],
+            "STRIDE_W": problem.stride[1],
+            "PAD_H": problem.padding[0],
+            "PAD_W": problem.padding[1],
+            "X_PITCH": pitches["x"],
+            "RESIDUAL_PITCH": pitches["residual"],
+            "Y_PITCH": pitches["y"],
+            "ACT": problem.act,
+            "WIDE": max(extents) >= _INT32_ELEMENTS,
+            "PDL": problem.pdl,
+            "BLOCK_M": config.block_m,
+            "BLOCK_C": config.block_c,
+        },
+        num_warps=config.num_warps,
+        num_stages=1,
+        pdl=problem.pdl,
+        output=y,
+    )
+
+
+def depthwise_conv2d_act(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    act: str = "silu",
+    pdl: bool = False,
+) -> Tensor:
+    problem = Problem(x, weight, bias, residual, stride, padding, act, pdl)
+    y = empty_nhwc(problem.out_shape, like=x)
+    if y.numel():
+        check_launchable("depthwise_conv2d_act", depthwise_conv2d_act_kernel, x)
+        plan(**vars(replace(problem, out=y))).run()
+    return y
+
+
+# (elements, warps) of a tile: two vectors of 8 a thread where there is work for it, one where there is not.
+_TILES = ((4096, 8), (2048, 4), (1024, 4), (512, 2), (256, 1))
+
+
+def _programs(problem: Problem, config: Config) -> int:
+    return triton.cdiv(problem.pixels, config.block_m) * triton.cdiv(problem.x.shape[1], config.block_c)
+
+
+def _block_c(problem: Problem) -> int:
+    """The widest power of two up to 64 that divides C and keeps loads 16 bytes wide; without one, C rounded up."""
+    channels, vector = problem.x.shape[1], _VECTOR_BYTES // problem.x.element_size()
+    divisor = channels & -channels
+    return min(divisor, 64) if divisor >= vector else min(triton.next_power_of_2(channels), 64)
+
+
+def check_bias(op: str, bias: Tensor | None, channels: int, dtype: torch.dtype) -> None:
+    """Refuse a bias that is not one adjacent fp32 or `dtype` value a channel."""
+    if bias is None:
+        return
+    if tuple(bias.shape) != (channels,) or not bias.is_contiguous() or bias.dtype not in (torch.float32, dtype):
+        raise ValueError(
+            f"{op}: bias must be contiguous, of shape ({channels},) and float32 or {dtype}, "
+            f"got {tuple(bias.shape)}, strides {bias.stride()}, {bias.dtype}"
+        )
+
+
+def check_device(op: str, x: Tensor, **others: Tensor | None) -> None:
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{op}: {name} must be on {x.device} like x, got {tensor.device}")
+
+
+def _refuse(text: str, kind: type[Exception] = ValueError) -> NoReturn:
+    raise kind(f"depthwise_conv2d_act: {text}")
+
+
+def _sample(why: str, x: tuple[int, int, int, int], filter_size: tuple[int, int] = (3, 3), **choices: Any) -> Sample:
+    """ "Same" padding; `stride` is one number; `residual=True` adds one, `bias=False` drops it."""
+    real_size = choices.pop("real_size", False)
+    with_bias, with_residual = choices.pop("bias", True), choices.pop("residual", False)
+    (r, s), stride = filter_size, (choices.pop("stride", 1),) * 2
+    padding = (r // 2, s // 2)
+
+    def arguments(dtype: torch.dtype, device: str) -> dict[str, Any]:
+        out = ConvProblem(x[0], x[1], x[1], x[2:], filter_size, stride, padding, groups=x[1])
+        # variance 1 in the output, as in a trained network
+        filters = pack(random_nhwc((x[1], 1, r, s), dtype, device, seed=1) * (r * s) ** -0.5)
+        return {
+            "x": random_nhwc(x, dtype, device, seed=0),
+            "weight": filters,
+            "bias": random_nhwc((1, x[1], 1, 1), torch.float32, device, seed=2).flatten() if with_bias else None,
+            "residual": random_nhwc((x[0], x[1], out.oh, out.ow), dtype, device, seed=3) if with_residual else None,
+            "stride": stride,
+            "padding": padding,
+            **choices,
+        }
+
+    return Sample(why, arguments, real_size)
+
+
+SAMPLES = (
+    _sample("3x3, 16 channels", (1, 16, 7, 6)),
+    _sample("two images, residual, no activation", (2, 24, 5, 5), residual=True, act="none"),
+    _sample("stride 2, odd map", (1, 32, 9, 7), stride=2),
+    _sample("odd channels, 5x5, no bias", (1, 7, 6, 9), (5, 5), bias=False),
+    _sample("7x7 on a smaller map: every pixel sees padding", (1, 8, 4, 5), (7, 7)),
+    _sample("filters that are not square", (1, 8, 6, 8), (1, 5)),
+    _sample("1x1 map: every stride of size 1 is arbitrary", (3, 16, 1, 1)),
+    _sample("YOLO26n 80x80x80", (1, 80, 80, 80), real_size=True),
+    _sample("YOLO26n 80x80x64", (1, 64, 80, 80), real_size=True),
+    _sample("YOLO26n 40x40x128", (1, 128, 40, 40), real_size=True),
+    _sample("YOLO26n 40x40x80", (1, 80, 40, 40), real_size=True),
+    _sample("YOLO26n 20x20x256", (1, 256, 20, 20), real_size=True),
+    _sample("YOLO26n 20x20x80", (1, 80, 20, 20), real_size=True),
+)
+
+OP = define(
+    depthwise_conv2d_act,
+    reference=reference,
+    cost=cost,
+    launcher=Launcher(plan, candidates),
+    samples=SAMPLES,
+    dtypes=FLOATS,
+)

@@ -1,0 +1,107 @@
+"""What a module or training step costs on a GPU: `estimate` from fake tensors and data sheets, nothing is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ridgeline.ceilings import load_ceilings
+from ridgeline.cost import Cost, FusedKernel, chain_length, fuse, trace_forward, trace_train_step, unfused
+from ridgeline.errors import UsageError
+from ridgeline.report import Report, Row, UnknownOp
+from ridgeline.roofline import bound, waves
+from ridgeline.specs import DeviceSpec
+from ridgeline.targets import Target
+
+# "tf32" is fp32 storage with tensor-core products
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+TILE = 128  # rows and columns of the output tile that wave counts assume: what large convolution kernels use
+
+
+def estimate(
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    spec: DeviceSpec,
+    *,
+    train: bool = False,
+    loss: Callable[..., Tensor] | None = None,
+    dtype: str | None = None,
+    subject: str | None = None,
+) -> Report:
+    """The static report of a forward pass or, with `train`, of a step: forward, loss, backward, clip, AdamW, EMA.
+
+    inputs   positional arguments, batch first; only shapes and dtypes are read, and no GPU or memory is used
+    loss     `loss(module, *inputs)` -> scalar; default: the mean square of every floating output
+    dtype    "fp32", "tf32", "fp16", "bf16"; default fp16, with `train` bf16; fp16 and bf16 training is autocast
+    Raises UsageError where the forward pass depends on values, EnvironmentUnusable where the GPU lacks the dtype.
+    """
+    dtype = dtype or ("bf16" if train else "fp16")
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if train:
+        autocast = DTYPES[dtype] if dtype in ("fp16", "bf16") else None
+        was_training = module.training
+        try:
+            trace = trace_train_step(module.train(), tuple(inputs), loss, dtype=autocast, tf32=dtype == "tf32")
+        finally:
+            module.train(was_training)
+    else:
+        trace = trace_forward(module, tuple(inputs), dtype=DTYPES[dtype], tf32=dtype == "tf32")
+    kernels = fuse(trace.calls, results=trace.results)
+    ceilings = load_ceilings(spec.name)
+    return Report(
+        subject=subject or type(module).__name__,
+        gpu=spec.name,
+        dtype=dtype,
+        batch=inputs[0].shape[0] if inputs and inputs[0].dim() else 1,
+        train=train,
+        parameters=trace.parameters,
+        rows=_rows(unfused(trace.calls), spec),
+        fused_rows=_rows(kernels, spec),
+        unknown=tuple(UnknownOp(op, calls) for op, calls in trace.unknown),
+        chain_length=chain_length(kernels),
+        unfused_chain_length=chain_length(unfused(trace.calls)),
+        weight_bytes=trace.weight_bytes,
+        peaks={pipe: peak.rate for pipe, peak in spec.peaks.items()} | {"bandwidth": spec.bandwidth},
+        gpu_source=spec.source,
+        sm_count=spec.sm_count,
+        measured=dict(ceilings.peaks) if ceilings else None,
+    )
+
+
+def estimate_target(target: Target, spec: DeviceSpec, *, train: bool = False, dtype: str | None = None) -> Report:
+    """`estimate` of what `targets.resolve` found."""
+    return estimate(target.module, target.inputs, spec, train=train, loss=target.loss, dtype=dtype, subject=target.name)
+
+
+def _rows(kernels: Sequence[FusedKernel], spec: DeviceSpec) -> tuple[Row, ...]:
+    """One row a kernel; those without a formula are listed as unknown instead."""
+    return tuple(_row(kernel, kernel.cost, spec) for kernel in kernels if kernel.cost is not None)
+
+
+def _row(kernel: FusedKernel, cost: Cost, spec: DeviceSpec) -> Row:
+    anchor, swallowed = kernel.anchor, len(kernel.calls) - 1
+    limit = bound(cost, spec)
+    tiles = kernel.gemm.tiles(TILE, TILE) if kernel.gemm else 0
+    wave = waves(tiles, spec.sm_count) if tiles else None
+    return Row(
+        layer=kernel.module,
+        phase=kernel.phase,
+        kind=kernel.kind,
+        op=f"{anchor.op} +{swallowed}" if swallowed else anchor.op,
+        shape=anchor.shape,
+        calls=1,
+        flops=cost.flops,
+        read_bytes=cost.read_bytes,
+        write_bytes=cost.write_bytes,
+        pipe=cost.pipe,
+        compute_s=limit.compute_s,
+        memory_s=limit.memory_s,
+        seconds=limit.seconds,
+        limiter=limit.limiter,
+        tiles=tiles,
+        waves=wave.waves if wave else 0.0,
+        wave_efficiency=wave.efficiency if wave else 0.0,
+    )

@@ -1,0 +1,295 @@
+"""A report as terminal tables, CSV, Markdown or JSON. It imports rich (0.2 s), so import it when a table is due."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ridgeline import units
+from ridgeline.report import (
+    ABSENT,
+    NO_MODULE,
+    Pair,
+    Report,
+    Row,
+    bytes_text,
+    count_text,
+    intensity_text,
+    kinds_compared,
+    layers_compared,
+    one_line,
+    phases_compared,
+    seconds_text,
+    share_text,
+    summary,
+    to_dict,
+    top,
+)
+
+FORMATS = ("table", "json", "csv", "md")
+
+# Without a terminal rich assumes 80 columns and would cut module names; a pipe has no edge to respect.
+PIPE_WIDTH = 160
+NAME_WIDTH = 24  # what a narrow terminal leaves of a module path
+GAP = 3  # between two columns
+
+
+def render(
+    report: Report,
+    output_format: str = "table",
+    *,
+    max_rows: int = 20,
+    width: int | None = None,
+    color: bool | None = None,
+) -> str:
+    """The report in one of FORMATS; `max_rows` cuts the long tables of "table" and "md", never "csv" or "json".
+
+    `width` and `color` default to what stdout is: plain text off a terminal or under NO_COLOR.
+    Raises ValueError on another format or a negative `max_rows`.
+    """
+    if max_rows < 0:
+        raise ValueError(f"render: max_rows must not be negative, got {max_rows}")
+    match output_format:
+        case "table":
+            return _terminal(report, max_rows, width, color)
+        case "json":
+            return json.dumps(to_dict(report), allow_nan=False, indent=1, ensure_ascii=False) + "\n"
+        case "csv":
+            return _csv(report)
+        case "md":
+            return _markdown(report, max_rows)
+    raise ValueError(f"render: format must be one of {', '.join(FORMATS)}, got {output_format!r}")
+
+
+@dataclass(frozen=True)
+class _Column:
+    title: str
+    cell: Callable[[Any], str]
+    numeric: bool = True
+    rank: int = 0  # a narrow terminal leaves columns out, the highest rank first; rank 0 stays
+    cut: str = ""  # the side a long name may lose, "start" or "end"; numbers lose none
+
+
+@dataclass(frozen=True)
+class _Section:
+    title: str
+    columns: tuple[_Column, ...]
+    items: tuple[object, ...]  # what each column's `cell` is called with
+    note: str = ""
+
+
+def facts(report: Report) -> tuple[tuple[str, str], ...]:
+    """The headline as (label, text) pairs: what was looked at, then the numbers that matter."""
+    total = summary(report)
+    unknown = ", ".join(f"{unknown.op} ({unknown.calls} calls)" for unknown in report.unknown)
+    saved_s = total.unfused_s - total.floor_s
+    wave_loss = share_text(total.wave_loss_s, total.floor_s)
+    return (
+        ("model", f"{report.subject}, {'training step' if report.train else 'inference'}"),
+        ("GPU", f"{report.gpu}, {report.sm_count} SMs"),
+        ("ceilings", _ceilings(report)),
+        ("dtype, batch", f"{report.dtype}, {report.batch}"),
+        ("parameters", f"{count_text(report.parameters)} in {units.nbytes(report.weight_bytes)}"),
+        ("work", units.flops(total.flops)),
+        ("traffic", f"{units.nbytes(total.unfused_bytes)} unfused, {units.nbytes(total.fused_bytes)} fused"),
+        ("unfused sum", f"{units.seconds(total.unfused_s)} in {total.unfused_kernels} kernels"),
+        ("fused floor", f"{units.seconds(total.floor_s)} in {total.fused_kernels} kernels"),
+        ("fusion saves", f"{units.seconds(saved_s)} ({share_text(saved_s, total.unfused_s)} of the unfused sum)"),
+        ("dependent chain", f"{total.unfused_chain_length} kernels unfused, {total.chain_length} fused"),
+        ("floor bound by", f"compute {units.percent(total.compute_share)}, memory {units.percent(total.memory_share)}"),
+        ("wave quantisation", f"+{units.seconds(total.wave_loss_s)} ({wave_loss} of the floor)"),
+        ("unknown ops", unknown or "none"),
+    )
+
+
+def _ceilings(report: Report) -> str:
+    pipes = dict.fromkeys(row.pipe for row in report.fused_rows if row.flops and row.pipe in report.peaks)
+    parts = [f"{pipe.replace('_', ' ')} {units.rate(report.peaks[pipe])}" for pipe in pipes]
+    parts.append(f"memory {units.bandwidth(report.peaks['bandwidth'])}")
+    return f"{', '.join(parts)} ({report.gpu_source})"
+
+
+def _sections(report: Report, max_rows: int) -> list[_Section]:
+    pairs = layers_compared(report)
+    longest = {pair.name for pair in sorted(pairs, key=lambda pair: -pair.row.seconds)[:max_rows]}
+    kernels = top(report.fused_rows, max_rows)
+    sections = [_compared("Per class", "class", report, kinds_compared(report))]
+    if report.train:
+        sections.append(_compared("Per phase", "phase", report, phases_compared(report)))
+    layers = tuple(pair for pair in pairs if pair.name in longest)  # network order reads better than that of seconds
+    sections.append(_compared("Per layer", "layer", report, layers, hidden=len(pairs) - len(layers)))
+    hidden = len(report.fused_rows) - len(kernels)
+    sections.append(_Section("Fused kernels, most seconds first", _kernel_columns(report), kernels, _more(hidden)))
+    return sections
+
+
+def _compared(title: str, key_title: str, report: Report, pairs: tuple[Pair, ...], *, hidden: int = 0) -> _Section:
+    """Fused beside unfused, one line a group."""
+    columns = (
+        _Column(key_title, lambda pair: one_line(pair.name) or NO_MODULE, numeric=False, cut="start"),
+        _Column("kernels", lambda pair: f"{_calls(pair.unfused)} → {_calls(pair.fused)}", rank=4),
+        _Column("FLOPs", lambda pair: count_text(pair.row.flops), rank=3),
+        _Column("bytes", lambda pair: bytes_text(pair.unfused), rank=6),
+        _Column("fused bytes", lambda pair: bytes_text(pair.fused), rank=5),
+        _Column("FLOP/B", lambda pair: intensity_text(pair.row), rank=1),
+        _Column("unfused", lambda pair: _seconds(pair.unfused)),
+        _Column("fused", lambda pair: _seconds(pair.fused)),
+        _Column(
+            "of floor", lambda pair: share_text(pair.fused.seconds, report.floor_s) if pair.fused else ABSENT, rank=1
+        ),
+        _Column("limiter", lambda pair: pair.row.limiter, numeric=False, rank=2),
+    )
+    return _Section(title, columns, pairs, _more(hidden))
+
+
+def _kernel_columns(report: Report) -> tuple[_Column, ...]:
+    columns = [
+        _Column("layer", lambda row: one_line(row.layer) or NO_MODULE, numeric=False, cut="start"),
+        _Column("class", lambda row: one_line(row.kind), numeric=False, rank=2),
+        _Column("shape", lambda row: one_line(row.shape), numeric=False, rank=9, cut="end"),
+        _Column("calls", lambda row: str(row.calls), rank=12),
+        _Column("FLOPs", lambda row: count_text(row.flops), rank=5),
+        _Column("bytes", lambda row: units.nbytes(row.bytes), rank=6),
+        _Column("FLOP/B", intensity_text, rank=4),
+        _Column("compute", lambda row: seconds_text(row.compute_s), rank=11),
+        _Column("memory", lambda row: seconds_text(row.memory_s), rank=10),
+        _Column("waves", lambda row: f"{row.waves:.2f}" if row.tiles else ABSENT, rank=8),
+        _Column("SM use", lambda row: units.percent(row.wave_efficiency, 0) if row.tiles else ABSENT, rank=7),
+        _Column("limiter", lambda row: row.limiter, numeric=False, rank=1),
+        _Column("seconds", lambda row: seconds_text(row.seconds)),
+    ]
+    if report.train:
+        columns.insert(1, _Column("phase", lambda row: row.phase, numeric=False, rank=3))
+    return tuple(columns)
+
+
+def _terminal(report: Report, max_rows: int, width: int | None, color: bool | None) -> str:
+    console = Console(width=width, force_terminal=color, no_color=None if color is None else not color)
+    if width is None and not console.is_terminal:
+        console.width = PIPE_WIDTH
+    with console.capture() as capture:
+        headline = Table.grid(padding=(0, 2))
+        headline.add_column(style="dim", no_wrap=True)
+        headline.add_column(overflow="fold")
+        for label, value in facts(report):
+            headline.add_row(label, Text(one_line(value), style="bold" if label == "fused floor" else ""))
+        console.print(headline)
+        for section in _sections(report, max_rows):
+            console.print()
+            console.print(Text(section.title, style="bold"))
+            console.print(_rich_table(section, console.width))
+            if section.note:
+                console.print(Text(section.note, style="dim"))
+    # rich pads every line to the table's width; a pipe or a file has no use for it
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+
+
+def _rich_table(section: _Section, width: int) -> Table:
+    """The section's columns that fit, names cut to what the numbers leave."""
+    columns = [(column, [column.cell(item) for item in section.items]) for column in section.columns]
+    while sum(_least_width(*entry) for entry in columns) > width + GAP:
+        last = max(columns, key=lambda entry: entry[0].rank)
+        if last[0].rank == 0:
+            break
+        columns.remove(last)
+    spare = width + GAP - sum(_least_width(*entry) for entry in columns)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
+    for index, (column, cells) in enumerate(columns):
+        if column.cut:
+            cut = [_cut(cell, NAME_WIDTH + max(spare, 0), column.cut) for cell in cells]
+            spare -= max(map(len, [column.title, *cut])) + GAP - _least_width(column, cells)
+            columns[index] = (column, cut)
+        table.add_column(column.title, justify="right" if column.numeric else "left", no_wrap=True)
+    for row in zip(*(cells for _, cells in columns), strict=True):
+        table.add_row(*(_styled(column, cell) for (column, _), cell in zip(columns, row, strict=True)))
+    return table
+
+
+def _least_width(column: _Column, cells: list[str]) -> int:
+    """Characters a column needs with its gap: all of a number, enough of a name to know it by."""
+    longest = max(map(len, [column.title, *cells]))
+    return GAP + (min(longest, NAME_WIDTH) if column.cut else longest)
+
+
+def _cut(text: str, width: int, side: str) -> str:
+    if len(text) <= width:
+        return text
+    return "…" + text[len(text) - width + 1 :] if side == "start" else text[: width - 1] + "…"
+
+
+def _styled(column: _Column, cell: str) -> Text:
+    style = {"compute": "magenta", "memory": "cyan"}.get(cell, "") if column.title == "limiter" else ""
+    return Text(cell, style=style)
+
+
+def _markdown(report: Report, max_rows: int) -> str:
+    parts = ["| | |\n|---|---|\n" + "".join(f"| {name} | {_md(value)} |\n" for name, value in facts(report))]
+    for section in _sections(report, max_rows):
+        rule = "|".join("--:" if column.numeric else "---" for column in section.columns)
+        titles = " | ".join(column.title for column in section.columns)
+        lines = [f"**{section.title}**", "", f"| {titles} |", f"|{rule}|"]
+        lines += [f"| {' | '.join(_md(column.cell(item)) for column in section.columns)} |" for item in section.items]
+        if section.note:
+            lines += ["", section.note]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _md(text: str) -> str:
+    """A cell GitHub shows as written: no column break, no markup from a module name."""
+    escaped = one_line(text).replace("\\", "\\\\").replace("|", "\\|")
+    for character in "*_`[]<>":
+        escaped = escaped.replace(character, "\\" + character)
+    return escaped
+
+
+# Names carry their unit; `seconds` is the roofline time of all `calls`.
+_CSV_HEADER = (
+    "schedule", "layer", "phase", "kind", "op", "shape", "calls", "flops", "read_bytes", "write_bytes",
+    "intensity_flop_per_byte", "pipe", "compute_seconds", "memory_seconds", "seconds", "limiter",
+    "tiles", "waves", "wave_efficiency",
+)  # fmt: skip
+
+
+def _csv(report: Report) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(_CSV_HEADER)
+    for schedule, rows in (("unfused", report.rows), ("fused", report.fused_rows)):
+        for row in rows:
+            cells = {field.name: getattr(row, field.name) for field in fields(row)}
+            cells |= {
+                "schedule": schedule,
+                "intensity_flop_per_byte": row.intensity,
+                "compute_seconds": row.compute_s,
+                "memory_seconds": row.memory_s,
+            }
+            writer.writerow([_csv_cell(cells[name]) for name in _CSV_HEADER])
+    return out.getvalue()
+
+
+def _csv_cell(value: object) -> object:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return one_line(value) if isinstance(value, str) else value
+
+
+def _more(hidden: int) -> str:
+    return f"… {hidden} more rows; --format csv shows all" if hidden > 0 else ""
+
+
+def _calls(row: Row | None) -> int:
+    return row.calls if row else 0
+
+
+def _seconds(row: Row | None) -> str:
+    return seconds_text(row.seconds) if row else ABSENT

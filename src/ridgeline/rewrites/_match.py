@@ -1,0 +1,95 @@
+"""Reading and editing a graph of aten calls: the few moves every rewrite is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+
+def calls(graph_module: fx.GraphModule, *targets: Callable) -> Iterator[fx.Node]:
+    """Every call of one of `targets`, in execution order; the graph may be edited meanwhile."""
+    yield from [node for node in graph_module.graph.nodes if node.op == "call_function" and node.target in targets]
+
+
+def argument(node: fx.Node, index: int, default: Any = None) -> Any:
+    """A positional argument that the caller may have left out."""
+    return node.args[index] if len(node.args) > index else default
+
+
+def only_user(node: fx.Node, *targets: Callable) -> fx.Node | None:
+    """The single user of `node`, when it calls one of `targets`."""
+    if len(node.users) != 1:
+        return None
+    user = next(iter(node.users))
+    return user if user.op == "call_function" and user.target in targets else None
+
+
+def value(node: fx.Node) -> Tensor:
+    """The fake tensor a node carries."""
+    return node.meta["val"]
+
+
+def constant(graph_module: fx.GraphModule, node: Any) -> Tensor | None:
+    """The parameter or buffer behind a `get_attr` node; None for anything else."""
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return None
+    owner: Any = graph_module
+    *path, name = str(node.target).split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    found = getattr(owner, name)
+    return found if isinstance(found, Tensor) else None
+
+
+def add_constant(graph_module: fx.GraphModule, tensor: Tensor, *, near: fx.Node, name: str) -> fx.Node:
+    """Register `tensor` as a buffer under a free name and return the node that reads it, placed before `near`."""
+    taken = {buffer for buffer, _ in graph_module.named_buffers()} | {p for p, _ in graph_module.named_parameters()}
+    free = next(candidate for candidate in _numbered(name.replace(".", "_")) if candidate not in taken)
+    graph_module.register_buffer(free, tensor.detach())
+    with graph_module.graph.inserting_before(near):
+        node = graph_module.graph.get_attr(free)
+    node.meta["val"] = _fake(tensor, near)
+    return node
+
+
+def replace(old: fx.Node, new: fx.Node) -> None:
+    """Let `new` stand for `old`: users, fake tensor and origin move over."""
+    for key in ("val", "nn_module_stack", "stack_trace", "source_fn_stack"):
+        if key in old.meta:
+            new.meta.setdefault(key, old.meta[key])
+    old.replace_all_uses_with(new)
+
+
+def finish(graph_module: fx.GraphModule) -> None:
+    """Drop what nothing reads any more, check the graph and regenerate its code."""
+    graph_module.graph.eliminate_dead_code()
+    graph_module.graph.lint()
+    graph_module.recompile()
+    _drop_unused_constants(graph_module)
+
+
+def _drop_unused_constants(graph_module: fx.GraphModule) -> None:
+    read = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
+    for owner_path, owner in list(graph_module.named_modules()):
+        for store in (owner._parameters, owner._buffers):
+            for name in list(store):
+                if (f"{owner_path}.{name}" if owner_path else name) not in read:
+                    del store[name]
+
+
+def _numbered(name: str) -> Iterator[str]:
+    yield name
+    count = 1
+    while True:
+        yield f"{name}_{count}"
+        count += 1
+
+
+def _fake(tensor: Tensor, near: fx.Node) -> Tensor:
+    for node in near.graph.nodes:
+        known = node.meta.get("val")
+        if hasattr(known, "fake_mode"):
+            return known.fake_mode.from_tensor(nn.Parameter(tensor, requires_grad=False).data, static_shapes=True)
+    return tensor
