@@ -42,7 +42,9 @@ def loop_macs(problem: ConvProblem) -> int:
     """One product per (image, filter, output pixel, channel of the group, tap): the lecture's seven loops, counted."""
     count = 0
     channels = range(problem.c // problem.groups)
-    for _ in product(range(problem.n), range(problem.k), *map(range, problem.out), channels, *map(range, problem.filter)):
+    for _ in product(
+        range(problem.n), range(problem.k), *map(range, problem.out), channels, *map(range, problem.filter)
+    ):
         count += 1
     return count
 
@@ -69,7 +71,11 @@ def test_equals_brute_force_on_random_problems(seed):
         assert tuple(y.shape[2:]) == problem.out == (problem.oh, problem.ow)
         assert indicator_macs(problem) == (problem.macs,) * 3, problem
         x_bytes, w_bytes, y_bytes = 4 * problem.x_numel, 4 * problem.w_numel, 4 * y.numel()
-        assert (forward.flops, forward.read_bytes, forward.write_bytes) == (2 * problem.macs, x_bytes + w_bytes, y_bytes)
+        assert (forward.flops, forward.read_bytes, forward.write_bytes) == (
+            2 * problem.macs,
+            x_bytes + w_bytes,
+            y_bytes,
+        )
         assert (dgrad.flops, dgrad.read_bytes, dgrad.write_bytes) == (2 * problem.macs, y_bytes + w_bytes, x_bytes)
         assert (wgrad.flops, wgrad.read_bytes, wgrad.write_bytes) == (2 * problem.macs, x_bytes + y_bytes, w_bytes)
         # the formulas in pure numbers say the same as the operators'
@@ -106,7 +112,11 @@ def test_transposed_equals_brute_force():
         scattered = F.conv_transpose2d(x, w, None, stride, 0, 0, groups, dilation)
         assert [cost.flops for cost in costs] == [2 * int(scattered.sum())] * 3
         size = {name: 4 * tensor.numel() for name, tensor in (("x", x), ("w", w), ("y", y))}
-        assert [cost.read_bytes for cost in costs] == [size["x"] + size["w"], size["y"] + size["w"], size["x"] + size["y"]]
+        assert [cost.read_bytes for cost in costs] == [
+            size["x"] + size["w"],
+            size["y"] + size["w"],
+            size["x"] + size["y"],
+        ]
         assert [cost.write_bytes for cost in costs] == [size["y"], size["x"], size["w"]]
 
 

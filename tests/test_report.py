@@ -379,6 +379,7 @@ def test_an_empty_report_renders_without_a_division_by_zero(output_format):
     empty = replace(step_report(), rows=(), fused_rows=(), parameters=0, weight_bytes=0)
     text = render(empty, output_format)
     assert not any(word in text for word in ("nan", "inf ", "Infinity", "NaN"))
+    assert not text.endswith("\n"), "print adds the last newline"
 
 
 def test_render_refuses_what_it_cannot_do():

@@ -8,16 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.ceilings import load_ceilings
-from ridgeline.cost import Cost, FusedKernel, chain_length, fuse, trace_forward, trace_train_step, unfused
+from ridgeline.cost import Cost, FusedKernel, Gemm, chain_length, fuse, trace_forward, trace_train_step, unfused
 from ridgeline.errors import UsageError
 from ridgeline.report import Report, Row, UnknownOp
-from ridgeline.roofline import bound, waves
+from ridgeline.roofline import Waves, bound, waves
 from ridgeline.specs import DeviceSpec
 from ridgeline.targets import Target
 
 # "tf32" is fp32 storage with tensor-core products
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-TILE = 128  # rows and columns of the output tile that wave counts assume: what large convolution kernels use
+# output tiles that convolution and matmul kernels come in, largest first, and the shortest reduction worth splitting
+TILES = ((128, 256), (128, 128), (128, 64), (64, 64), (64, 32), (32, 32))
+SPLIT_K = 1024
 
 
 def estimate(
@@ -84,8 +86,7 @@ def _rows(kernels: Sequence[FusedKernel], spec: DeviceSpec) -> tuple[Row, ...]:
 def _row(kernel: FusedKernel, cost: Cost, spec: DeviceSpec) -> Row:
     anchor, swallowed = kernel.anchor, len(kernel.calls) - 1
     limit = bound(cost, spec)
-    tiles = kernel.gemm.tiles(TILE, TILE) if kernel.gemm else 0
-    wave = waves(tiles, spec.sm_count) if tiles else None
+    wave = _best_waves(kernel.gemm, spec.sm_count) if kernel.gemm else None
     return Row(
         layer=kernel.module,
         phase=kernel.phase,
@@ -101,7 +102,17 @@ def _row(kernel: FusedKernel, cost: Cost, spec: DeviceSpec) -> Row:
         memory_s=limit.memory_s,
         seconds=limit.seconds,
         limiter=limit.limiter,
-        tiles=tiles,
+        tiles=wave.tiles if wave else 0,
         waves=wave.waves if wave else 0.0,
         wave_efficiency=wave.efficiency if wave else 0.0,
     )
+
+
+def _best_waves(gemm: Gemm, sm_count: int) -> Waves:
+    """The wave count of the tile and split of the reduction that leave the fewest multiprocessors idle.
+
+    A real kernel may choose worse; what is lost here, no tile of TILES avoids. Among equals the largest tile counts.
+    """
+    splits = range(1, max(1, min(gemm.k // SPLIT_K, sm_count)) + 1)
+    options = [waves(gemm.tiles(*tile) * split, sm_count) for tile in TILES for split in splits]
+    return max(options, key=lambda option: round(option.efficiency, 3))

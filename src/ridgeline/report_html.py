@@ -40,9 +40,9 @@ from ridgeline.report import (
 )
 from ridgeline.report_svg import LOWEST_INTENSITY, has_place, kind_slots, roofline_plot, time_bars
 
-# A training step has thousands of operators; the longest tell the story and keep the page under half a megabyte.
-MAX_KERNELS = 600
-MAX_OPERATORS = 500
+# A training step has thousands of operators; the longest tell the story and keep the page under 300 kB.
+MAX_KERNELS = 400
+MAX_OPERATORS = 400
 
 
 @dataclass(frozen=True)
@@ -346,7 +346,8 @@ def _limits(report: Report) -> str:
         "<li>Bytes are compulsory: every input read once and every output written once, from memory. "
         "Kernels that read data again move more.</li>"
         "<li>There is no cache model: data that stays in L2 between kernels can beat the memory bound.</li>"
-        "<li>Waves count whole output tiles: a kernel that also splits the reduction (split-K) fills more SMs.</li>"
+        "<li>Waves are those of the output tile and the split of the reduction that fill the multiprocessors best: "
+        "a real kernel may choose worse.</li>"
         "<li>Nothing ran: launch gaps, clocks, power and overlap between kernels are not in these numbers.</li>"
         "</ul>"
     )
@@ -360,8 +361,7 @@ def _table(caption: str, columns: Sequence[_Column], items: Iterable[Any], *, st
     """A table in a box that scrolls by itself; row and cell end tags are left out, which HTML allows."""
     heads = "".join(f'<th scope="col"{" class=l" if column.textual else ""}>{column.title}' for column in columns)
     rows = "\n".join("<tr>" + "".join(column.cell(item) for column in columns) for item in items)
-    box = "scroll tall" if "long" in style else "scroll"
-    label = _text(caption)
+    box, label = "scroll tall" if "long" in style else "scroll", _text(caption)
     return (
         f'<div class="{box}" tabindex="0" role="region" aria-label="{label}"><table class="{style}">'
         f"<caption hidden>{label}</caption><thead><tr>{heads}</thead><tbody>\n{rows}</tbody></table></div>"

@@ -51,8 +51,9 @@ def render(
     width: int | None = None,
     color: bool | None = None,
 ) -> str:
-    """The report in one of FORMATS; `max_rows` cuts the long tables of "table" and "md", never "csv" or "json".
+    """The report in one of FORMATS, without a last newline.
 
+    `max_rows` cuts the long tables of "table" and "md", never "csv" or "json".
     `width` and `color` default to what stdout is: plain text off a terminal or under NO_COLOR.
     Raises ValueError on another format or a negative `max_rows`.
     """
@@ -62,7 +63,7 @@ def render(
         case "table":
             return _terminal(report, max_rows, width, color)
         case "json":
-            return json.dumps(to_dict(report), allow_nan=False, indent=1, ensure_ascii=False) + "\n"
+            return json.dumps(to_dict(report), allow_nan=False, indent=1, ensure_ascii=False)
         case "csv":
             return _csv(report)
         case "md":
@@ -190,7 +191,7 @@ def _terminal(report: Report, max_rows: int, width: int | None, color: bool | No
             if section.note:
                 console.print(Text(section.note, style="dim"))
     # rich pads every line to the table's width; a pipe or a file has no use for it
-    return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
 def _rich_table(section: _Section, width: int) -> Table:
@@ -241,7 +242,7 @@ def _markdown(report: Report, max_rows: int) -> str:
         if section.note:
             lines += ["", section.note]
         parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts)
+    return "\n".join(parts).rstrip("\n")
 
 
 def _md(text: str) -> str:
@@ -274,7 +275,7 @@ def _csv(report: Report) -> str:
                 "memory_seconds": row.memory_s,
             }
             writer.writerow([_csv_cell(cells[name]) for name in _CSV_HEADER])
-    return out.getvalue()
+    return out.getvalue().rstrip("\n")
 
 
 def _csv_cell(value: object) -> object:

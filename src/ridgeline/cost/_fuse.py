@@ -261,7 +261,7 @@ class _Fusion:
             call = self.calls[member]
             read_bytes += call.cost.read_bytes - sum(use.bytes for use in call.inputs) if call.cost else 0
             write_bytes += call.cost.write_bytes - sum(use.bytes for use in call.outputs) if call.cost else 0
-        read_bytes += sum(min(size, value.bytes) for value, size in read.items())
+        read_bytes += sum(min(size, value.capacity) for value, size in read.items())
         work = total(self.calls[member].cost for member in members if member not in self.folded)
         return Cost(work.flops, max(read_bytes, 0), max(write_bytes, 0), work.pipe)
 

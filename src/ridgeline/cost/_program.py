@@ -16,7 +16,8 @@ class Value:
 
     storage: int
     definer: int  # index of the call that wrote it, or OUTSIDE
-    bytes: int  # written by the definer; all of the storage where that is outside
+    bytes: int  # written by the definer
+    capacity: int  # of the storage: the most a reader can take
     itemsize: int
     before: Value | None = None  # the version underneath a partial write
     mutates: bool = False  # overwrites memory that outlives the calls (a weight, a running statistic)
@@ -60,7 +61,7 @@ class Program:
             reads = []
             for use in call.inputs:
                 if use.storage not in current:
-                    current[use.storage] = Value(use.storage, OUTSIDE, use.storage_bytes, use.dtype.itemsize)
+                    current[use.storage] = Value(use.storage, OUTSIDE, 0, use.storage_bytes, use.dtype.itemsize)
                 current[use.storage].readers.append(index)
                 reads.append((current[use.storage], use))
             self.reads.append(reads)
@@ -102,7 +103,7 @@ def _define(current: dict[int, Value], index: int, use: TensorUse) -> Value:
     old = current.get(use.storage)
     mutates = old is not None and (old.definer == OUTSIDE or old.mutates)
     before = None if use.whole else old
-    value = Value(use.storage, index, use.bytes, use.dtype.itemsize, before, mutates)
+    value = Value(use.storage, index, use.bytes, use.storage_bytes, use.dtype.itemsize, before, mutates)
     if value.before is not None:
         value.before.after.append(value)
     elif old is not None:

@@ -61,7 +61,7 @@ class Launch:
     pdl: bool = False  # programmatic dependent launch: the kernel waits for its predecessor itself; sm_90 and later
 
     def run(self) -> None:
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
         if self.pdl:
             options["launch_pdl"] = True
         self.kernel[self.grid](**self.arguments, **self.constants, **options)

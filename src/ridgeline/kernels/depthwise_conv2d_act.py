@@ -119,15 +119,16 @@ def depthwise_conv2d_act_kernel(  # noqa: ANN201
     valid_y = valid_m[:, None] & valid_c[None, :]
 
     acc = tl.zeros((BLOCK_M, BLOCK_C), tl.float32)
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + c, mask=valid_c, other=0.0).to(tl.float32)[None, :]
-    # What does not depend on the predecessor is loaded before the wait; without one, keeping it would only cost registers.
     KEEP_TAPS: tl.constexpr = PDL and R * S <= _MOST_TAPS_KEPT
     taps = ()
-    if KEEP_TAPS:
-        for tap in tl.static_range(R * S):
-            taps = taps + (tl.load(weight_ptr + tap * C + c, mask=valid_c, other=0.0),)
     if PDL:
+        # All that the predecessor does not write is loaded before the wait. With no wait, holding it costs registers.
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + c, mask=valid_c, other=0.0)
+        if KEEP_TAPS:
+            for tap in tl.static_range(R * S):
+                kept = tl.load(weight_ptr + tap * C + c, mask=valid_c, other=0.0)
+                taps = taps + (kept,)  # noqa: RUF005 - Triton cannot unpack
         gdc_wait()
 
     image = m // (HO * WO)
@@ -145,6 +146,10 @@ def depthwise_conv2d_act_kernel(  # noqa: ANN201
                 weight = tl.load(weight_ptr + (r * S + s) * C + c, mask=valid_c, other=0.0)
             acc += x.to(tl.float32) * weight.to(tl.float32)[None, :]
 
+    if bias_ptr is not None:
+        if not PDL:
+            bias = tl.load(bias_ptr + c, mask=valid_c, other=0.0)
+        acc += bias.to(tl.float32)[None, :]
     acc = activate(acc, ACT)
     if residual_ptr is not None:
         acc += tl.load(residual_ptr + m[:, None] * RESIDUAL_PITCH + c[None, :], mask=valid_y, other=0.0).to(tl.float32)

@@ -1,4 +1,39 @@
-"""PIPELINE: the rewrites in order. Exact ones first, the mutating one last.
+"""PIPELINE: the rewrites in order. Exact ones first, the mutating one last."""
 
-Each is a function `apply(graph_module) -> sites changed` in a file of its own; `compiler` runs those a recipe names.
-"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+
+from ridgeline.rewrites import (
+    fold_batch_norm,
+    fuse_attention,
+    fuse_conv_act,
+    fuse_detect,
+    fuse_max_pools,
+    fuse_upsample_concat,
+    merge_siblings,
+    write_into_concat,
+)
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A change to a graph: `apply(graph_module)` returns how many sites it changed; `exact` keeps results bitwise."""
+
+    name: str
+    apply: Callable[[fx.GraphModule], int]
+
+
+PIPELINE = (
+    Rewrite("fold_batch_norm", fold_batch_norm.apply),
+    Rewrite("fuse_attention", fuse_attention.apply),
+    Rewrite("fuse_detect", fuse_detect.apply),
+    Rewrite("fuse_max_pools", fuse_max_pools.apply),
+    Rewrite("fuse_conv_act", fuse_conv_act.apply),
+    Rewrite("merge_siblings", merge_siblings.apply),
+    Rewrite("fuse_upsample_concat", fuse_upsample_concat.apply),
+    Rewrite("write_into_concat", write_into_concat.apply),
+)

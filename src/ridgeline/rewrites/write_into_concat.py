@@ -1,0 +1,163 @@
+"""Concatenation along channels disappears: every producer stores into its slice of one buffer. The mutating rewrite.
+
+Two placements, tried in order:
+- *in place*: the concat has the size of a map P of which an input is a slice at its own position, and what P held in
+  the other positions is dead by the time they are written (C3k: [m(a) | b] over [a | b]);
+- *new buffer*: every input is made by a kernel that can store at a channel offset, or the inputs are all the slices
+  of such a kernel's output, in order (C3k2: [y0 | y1 | b1] with [y0 | y1] made by one convolution).
+A concat that allows neither stays.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ridgeline.kernels import ALL
+from ridgeline.rewrites._match import argument, calls, finish, value
+
+_aten = torch.ops.aten
+_INTO = {op.overload: op.into for op in ALL if op.into is not None}
+
+
+def apply(graph_module: fx.GraphModule) -> int:
+    """Place every concat that can be; returns how many disappeared. Run nothing that removes dead code by use after."""
+    _name_slices(graph_module)
+    sites = 0
+    for cat in calls(graph_module, _aten.cat.default):
+        if argument(cat, 1, 0) == 1 and len(set(cat.args[0])) == len(cat.args[0]) and value(cat).dim() == 4:
+            sites += _place(graph_module, cat)
+    finish(graph_module)
+    return sites
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One input of a concat: where it begins there, and the kernel output it is (a slice of)."""
+
+    node: fx.Node
+    start: int
+    root: fx.Node
+    root_start: int
+
+    @property
+    def channels(self) -> int:
+        return value(self.node).shape[1]
+
+
+def _place(graph_module: fx.GraphModule, cat: fx.Node) -> bool:
+    parts, start = [], 0
+    for node in cat.args[0]:
+        root, root_start = _root(node)
+        parts.append(_Part(node, start, root, root_start))
+        start += value(node).shape[1]
+    return _place_over(graph_module, cat, parts) or _place_in_new(graph_module, cat, parts)
+
+
+def _place_over(graph_module: fx.GraphModule, cat: fx.Node, parts: Sequence[_Part]) -> bool:
+    """Write the other parts over dead slices of the map that one part is already in."""
+    order = {node: index for index, node in enumerate(graph_module.graph.nodes)}
+    for kept in parts:
+        host = kept.root
+        if kept.root is kept.node or kept.start != kept.root_start or value(host).shape != value(cat).shape:
+            continue
+        written = [part for part in parts if part.root is not host]
+        stays = all(part.start == part.root_start for part in parts if part.root is host)
+        if not stays or not all(_storable(part.node) for part in written):
+            continue
+        if all(_dead(host, part, cat, order) for part in written):
+            for part in written:
+                _store(graph_module, part.node, host, part.start)
+            cat.replace_all_uses_with(host)
+            return True
+    return False
+
+
+def _place_in_new(graph_module: fx.GraphModule, cat: fx.Node, parts: Sequence[_Part]) -> bool:
+    roots = list(dict.fromkeys(part.root for part in parts))
+    offsets = {}
+    for root in roots:
+        own = [part for part in parts if part.root is root]
+        first = own[0]
+        # all of the root, in its own order and without a gap
+        consecutive = all(part.start - first.start == part.root_start for part in own)
+        if not consecutive or sum(part.channels for part in own) != value(root).shape[1] or not _storable(root):
+            return False
+        offsets[root] = first.start
+    order = {node: index for index, node in enumerate(graph_module.graph.nodes)}
+    shape = list(value(cat).shape)
+    kind = {"dtype": value(cat).dtype, "device": value(cat).device, "memory_format": torch.channels_last}
+    with graph_module.graph.inserting_before(min(roots, key=order.__getitem__)):
+        buffer = graph_module.graph.call_function(_aten.empty.memory_format, (shape,), kind)
+    buffer.meta.update({key: cat.meta[key] for key in ("nn_module_stack", "stack_trace") if key in cat.meta})
+    buffer.meta["val"] = torch.empty_like(value(cat), memory_format=torch.channels_last)
+    for root, offset in offsets.items():
+        _store(graph_module, root, buffer, offset)
+    cat.replace_all_uses_with(buffer)
+    return True
+
+
+def _store(graph_module: fx.GraphModule, node: fx.Node, buffer: fx.Node, start: int) -> None:
+    """Let the kernel behind `node` write channels `start` … of `buffer`, and its readers read them there."""
+    stop = start + value(node).shape[1]
+    with graph_module.graph.inserting_before(node):
+        view = graph_module.graph.call_function(_aten.slice.Tensor, (buffer, 1, start, stop))
+        view.meta["val"] = value(buffer)[:, start:stop]
+        into = graph_module.graph.call_function(_INTO[node.target], node.args, {**node.kwargs, "out": view})
+    into.meta.update({key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta})
+    node.replace_all_uses_with(view)
+    graph_module.graph.erase_node(node)
+
+
+def _storable(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in _INTO
+
+
+def _root(node: fx.Node) -> tuple[fx.Node, int]:
+    """The map that `node` is a channel slice of, and where it begins; the node itself for a whole map."""
+    if node.op == "call_function" and node.target is _aten.slice.Tensor and node.args[1] == 1:
+        root, offset = _root(node.args[0])
+        return root, offset + node.args[2]
+    return node, 0
+
+
+def _dead(host: fx.Node, part: _Part, cat: fx.Node, order: dict[fx.Node, int]) -> bool:
+    """Whether nothing but `cat` reads the part's place in `host` when the part's writer runs, or later.
+
+    The writer itself counts as a reader: its programs finish in any order, so one may overwrite what another needs.
+    """
+    readers = [(host, 0, value(host).shape[1])]
+    while readers:
+        node, low, high = readers.pop()
+        if low >= part.start + part.channels or high <= part.start:
+            continue
+        for user in node.users:
+            if user.op == "call_function" and user.target is _aten.slice.Tensor and user.args[1] == 1:
+                readers.append((user, low + user.args[2], low + user.args[3]))
+            elif user is not cat and order[user] >= order[part.node]:
+                return False
+    return True
+
+
+def _name_slices(graph_module: fx.GraphModule) -> None:
+    """chunk and split along channels become slices, so that one node says where a part begins."""
+    for node in calls(graph_module, _aten.chunk.default, _aten.split.Tensor, _aten.split_with_sizes.default):
+        if argument(node, 2, 0) != 1 or not all(user.target is operator.getitem for user in node.users):
+            continue
+        starts = [0]
+        for part in node.meta["val"]:
+            starts.append(starts[-1] + part.shape[1])
+        for user in list(node.users):
+            index = user.args[1]
+            with graph_module.graph.inserting_before(user):
+                part = graph_module.graph.call_function(
+                    _aten.slice.Tensor, (node.args[0], 1, starts[index], starts[index + 1])
+                )
+            part.meta.update(user.meta)
+            part.meta["val"] = value(node.args[0])[:, starts[index] : starts[index + 1]]
+            user.replace_all_uses_with(part)
+
