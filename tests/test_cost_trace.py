@@ -197,6 +197,15 @@ def test_buffers_and_shape_dependent_control_flow():
     assert [call.op for call in large.calls] == ["aten.sum", "aten.mul"]
 
 
+def test_devices_in_the_code_need_not_exist():
+    class Net(nn.Module):
+        def forward(self, x):
+            steps = torch.arange(4, device="cuda:7") + torch.ones(4).to("cuda")
+            return x.cuda() + steps.to(device="cuda", dtype=x.dtype) + torch.zeros(4, device=x.device).to(0)
+
+    assert trace_forward(Net(), torch.zeros(4)).unknown == ()
+
+
 @pytest.mark.parametrize(
     "forward", [lambda x: x[x > 0], lambda x: x * x.sum().item(), lambda x: x if x.sum() > 0 else -x]
 )

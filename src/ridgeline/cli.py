@@ -12,9 +12,10 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import ridgeline
-from ridgeline.errors import RidgelineError
+from ridgeline.errors import RidgelineError, UsageError
 
 INTERRUPTED = 130
 FORMATS = ("table", "json", "csv", "md")
@@ -27,7 +28,10 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     arguments.argv = argv
     try:
-        return arguments.run(arguments)
+        code = arguments.run(arguments)
+        # here and not at exit, where a reader that has gone could no longer be told from a failure
+        print(end="", flush=True)
+        return code
     except RidgelineError as error:
         print(f"ridgeline {arguments.verb}: {error}", file=sys.stderr)
         return error.exit_code
@@ -41,20 +45,21 @@ def main(argv: list[str] | None = None) -> int:
 
 def roofline(a: argparse.Namespace) -> int:
     spec = ridgeline.specs.choose_spec(a.gpu, default=DEFAULT_GPU)
-    target = ridgeline.targets.resolve(a.model, batch=a.batch)
+    target = ridgeline.targets.resolve(a.model, batch=a.batch, train=a.train)
     report = ridgeline.profiler.estimate_target(target, spec, train=a.train, dtype=a.dtype)
-    print(ridgeline.report_text.render(report, a.format, max_rows=a.rows))
     if a.html:
         html = ridgeline.report_html
         section = html.report_section(report, command=shlex.join(["ridgeline", *a.argv]))
         html.write_html(a.html, html.page([section], title=f"{report.subject} on {report.gpu}"))
         print(f"wrote {a.html}", file=sys.stderr)
+    print(ridgeline.report_text.render(report, a.format, max_rows=a.rows), end="")
     return 0
 
 
 def detect(a: argparse.Namespace) -> int:
+    images = ridgeline.workloads.images.find_images(a.images)  # a typing error costs no download
     model = ridgeline.workloads.detection.load_detector(a.model, a.weights, device=a.device)
-    results = ridgeline.workloads.detection.detect_files(model, a.images, mode=a.letterbox, size=a.size, conf=a.conf)
+    results = ridgeline.workloads.detection.detect_files(model, images, mode=a.letterbox, size=a.size, conf=a.conf)
     code = 0
     for result, _picture in ridgeline.workloads.draw.draw_files(results, a.out):
         if result.error:
@@ -86,10 +91,15 @@ def demo(a: argparse.Namespace) -> int:
     return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    """Refuses in one sentence, like the verbs, where argparse would print its usage first."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(UsageError.exit_code, f"{self.prog}: {message}; `{self.prog} --help` lists what there is\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ridgeline", description="Drive convolutional vision networks to the GPU's roofline."
-    )
+    parser = _Parser(prog="ridgeline", description="Drive convolutional vision networks to the GPU's roofline.")
     parser.add_argument("--version", action="version", version=f"ridgeline {ridgeline.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for add in (_add_roofline, _add_detect, _add_doctor, _add_sass, _add_demo):
@@ -110,7 +120,7 @@ def _add_roofline(verbs: argparse._SubParsersAction) -> None:
     p.add_argument("--batch", type=int, help="images a step; default 1, for ddpm-cifar10 128")
     p.add_argument("--format", choices=FORMATS, default="table")
     p.add_argument(
-        "--rows", type=int, default=20, help="layers shown in the table and md formats (default %(default)s)"
+        "--rows", type=_count, default=20, help="layers shown in the table and md formats (default %(default)s)"
     )
     p.add_argument(
         "--html", type=Path, metavar="FILE", help="also write one self-contained page with the roofline plot"
@@ -144,7 +154,7 @@ def _add_doctor(verbs: argparse._SubParsersAction) -> None:
 
 def _add_sass(verbs: argparse._SubParsersAction) -> None:
     p = _verb(verbs, "sass", sass, "compile a kernel for an architecture, without a GPU, and count its instructions")
-    p.add_argument("kernel", metavar="KERNEL", help="conv2d_act")
+    p.add_argument("kernel", metavar="KERNEL", help="such as conv2d_act; an unknown name lists them all")
     p.add_argument("--arch", default="sm_90", help="sm_80, sm_86, sm_89, sm_90 or sm_120 (default %(default)s)")
     p.add_argument("--dtype", choices=("fp32", "fp16", "bf16"), default="fp16")
     p.add_argument("--format", choices=("table", "json"), default="table")
@@ -162,3 +172,9 @@ def _verb(verbs: argparse._SubParsersAction, name: str, run: object, text: str) 
     parser = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     parser.set_defaults(run=run)
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 0, got {text!r}")
+    return int(text)

@@ -15,6 +15,7 @@ from ridgeline.report_html import Section, detection_section, page, report_secti
 from ridgeline.specs import DeviceSpec
 from ridgeline.workloads.detection import FileResult, detect_files, load_detector
 from ridgeline.workloads.draw import draw_files
+from ridgeline.workloads.images import find_images
 
 DETECTOR = "yolo26n"
 STREET = str(files("ridgeline") / "assets" / "street.jpg")
@@ -25,22 +26,29 @@ def run(images: Sequence[str], *, spec: DeviceSpec, weights: Path | None, folder
     """Do the work step by step, yielding a line of text after each; the last line is the page's path.
 
     `images` empty: the bundled picture. Without weights at hand the detection is left out and the page and the line
-    say how to get them; nothing is downloaded.
+    say how to get them; nothing is downloaded. Raises UsageError for an image or a folder that cannot be used, before
+    the first line.
     """
+    pictures = find_images(images or [STREET])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"folder '{folder}' cannot be made ({error.strerror}): choose another with --out") from error
+    return _steps(pictures, spec, weights, folder)
+
+
+def _steps(images: list[Path], spec: DeviceSpec, weights: Path | None, folder: Path) -> Iterator[str]:
     sections = []
     for name, train in ((DETECTOR, False), ("ddpm-cifar10", True)):
-        report = estimate_target(targets.resolve(name), spec, train=train)
+        report = estimate_target(targets.resolve(name, train=train), spec, train=train)
         flags = ["--train"] if train else []
         sections.append(
             report_section(report, command=shlex.join(["ridgeline", "roofline", name, *flags, "--gpu", spec.name]))
         )
         yield _headline(report)
-    section, line = _detection(list(images) or [STREET], weights, folder)
+    section, line = _detection(images, weights, folder)
     yield line
-    path = folder / PAGE
-    folder.mkdir(parents=True, exist_ok=True)
-    write_html(path, page([*sections, section], title="ridgeline demo"))
-    yield str(path)
+    yield str(write_html(folder / PAGE, page([*sections, section], title="ridgeline demo")))
 
 
 def _headline(report: Report) -> str:
@@ -52,7 +60,7 @@ def _headline(report: Report) -> str:
     )
 
 
-def _detection(images: list[str], weights: Path | None, folder: Path) -> tuple[Section, str]:
+def _detection(images: list[Path], weights: Path | None, folder: Path) -> tuple[Section, str]:
     try:
         model = load_detector(DETECTOR, weights, download=False)
     except UsageError as error:
@@ -66,7 +74,8 @@ def _detection(images: list[str], weights: Path | None, folder: Path) -> tuple[S
         assert picture is not None
         found += len(result.detections)
         pictures.append((result.path.name, picture.read_bytes(), _rows(result)))
-    command = shlex.join(["ridgeline", "detect", *images])
+    flags = [] if weights is None else ["--weights", str(weights)]
+    command = shlex.join(["ridgeline", "detect", *map(str, images), *flags])
     line = f"{found} objects found in {len(pictures)} image(s) by {DETECTOR}, pictures in {folder / 'detections'}"
     return detection_section(pictures, title="Detection", command=command), line
 

@@ -74,8 +74,15 @@ def estimate(
 
 
 def estimate_target(target: Target, spec: DeviceSpec, *, train: bool = False, dtype: str | None = None) -> Report:
-    """`estimate` of what `targets.resolve` found."""
-    return estimate(target.module, target.inputs, spec, train=train, loss=target.loss, dtype=dtype, subject=target.name)
+    """`estimate` of what `targets.resolve` found. Raises UsageError where its forward pass fails on its inputs."""
+    try:
+        return estimate(
+            target.module, target.inputs, spec, train=train, loss=target.loss, dtype=dtype, subject=target.name
+        )
+    except RuntimeError as error:  # what PyTorch raises for shapes that do not fit
+        shapes = ", ".join(f"{list(tensor.shape)}" for tensor in target.inputs)
+        reason = str(error).strip().partition("\n")[0]
+        raise UsageError(f"{target.name}: the forward pass fails on inputs of shape {shapes}: {reason}") from error
 
 
 def _rows(kernels: Sequence[FusedKernel], spec: DeviceSpec) -> tuple[Row, ...]:

@@ -9,20 +9,27 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ridgeline.errors import UsageError
-from ridgeline.models import MODELS
+from ridgeline.models import DETECTOR_INPUT_PIXELS, MODELS, YOLO26_NAMES, build
+from ridgeline.models.yolo26 import YOLO26
 
 
 def _noise_loss(module: nn.Module, x: Tensor, t: Tensor) -> Tensor:
     return F.mse_loss(module(x, t).float(), torch.randn_like(x))
 
 
-LOSSES: dict[str, Callable[..., Tensor]] = {"ddpm-cifar10": _noise_loss}
+def _raw_heads_loss(module: nn.Module, x: Tensor) -> Tensor:
+    """Stands in for the detector's loss: what comes before it is the same, assigning targets is not costed."""
+    assert isinstance(module, YOLO26)
+    features = module.features(x)
+    raw = [maps for head in module.heads for maps in module.detect.raw(features, head)]
+    return torch.stack([maps.float().square().mean() for maps in raw]).sum()
 
 
 @dataclass(frozen=True)
@@ -35,51 +42,76 @@ class Target:
     loss: Callable[..., Tensor] | None = None
 
 
-def resolve(text: str, *, batch: int | None = None) -> Target:
+def resolve(text: str, *, batch: int | None = None, train: bool = False) -> Target:
     """Build the module that `text` names.
 
     A callable returns `(module, inputs)` or `(module, inputs, loss)`; `inputs` is a tensor or a tuple of tensors.
-    `batch` is passed on when the callable takes an argument of that name, and refused otherwise.
+    `batch` is passed on when the callable takes an argument of that name, and refused otherwise. `train` asks a
+    built-in detector for its training form: both heads, batch norms in place. An exception inside the callable passes.
     """
     if batch is not None and batch < 1:
         raise UsageError(f"--batch must be at least 1, got {batch}")
     if text in MODELS:
-        built = MODELS[text]() if batch is None else MODELS[text](batch)
-        return _target(text, (*built, LOSSES[text]) if text in LOSSES else built)
-    if ":" not in text:
+        return _built_in(text, batch, train)
+    where, _, attribute = text.rpartition(":")
+    if not where or not attribute:
         raise UsageError(
             f"unknown model {text!r}: built in are {', '.join(MODELS)}; "
             f"name your own as package.module:callable or file.py:callable"
         )
-    where, _, attribute = text.rpartition(":")
-    builder = getattr(_import(where, text), attribute, None)
-    if not callable(builder):
-        raise UsageError(f"{text}: {where} has no callable named {attribute!r}")
-    if batch is None:
-        return _target(text, builder())
-    if "batch" not in inspect.signature(builder).parameters:
-        raise UsageError(f"{text}: {attribute} takes no argument named 'batch', so --batch {batch} cannot be applied")
-    return _target(text, builder(batch=batch))
+    # what `python file.py` and `python -m package.module` would find
+    folder = str(Path(where).resolve().parent if where.endswith(".py") else Path.cwd())
+    sys.path.insert(0, folder)
+    try:
+        builder = getattr(_import(where, text), attribute, None)
+        if not callable(builder):
+            raise UsageError(f"{text}: {where} has no callable named {attribute!r}")
+        return _target(text, builder(**_arguments(builder, batch, text)))
+    finally:
+        sys.path.remove(folder)
+
+
+def _built_in(name: str, batch: int | None, train: bool) -> Target:
+    if train and name in YOLO26_NAMES:
+        images = torch.zeros((batch or 1, 3, DETECTOR_INPUT_PIXELS, DETECTOR_INPUT_PIXELS))
+        return Target(name, build(name), (images,), _raw_heads_loss)
+    module, inputs = MODELS[name]() if batch is None else MODELS[name](batch)
+    return Target(name, module, inputs, _noise_loss if name == "ddpm-cifar10" else None)
+
+
+def _arguments(builder: Callable[..., object], batch: int | None, text: str) -> dict[str, int]:
+    arguments = {} if batch is None else {"batch": batch}
+    try:
+        inspect.signature(builder).bind(**arguments)
+    except (TypeError, ValueError) as error:  # ValueError: a builtin that does not tell its signature
+        how = "without arguments" if batch is None else f"with batch={batch} (--batch)"
+        raise UsageError(
+            f"{text} cannot be called {how}: {error}; batch is the one argument it may ask for, others need defaults"
+        ) from error
+    return arguments
 
 
 def _import(where: str, text: str) -> object:
-    if not where.endswith(".py"):
-        try:
-            # a package beside the caller's working directory is what `python -m` would find
-            sys.path.insert(0, str(Path.cwd()))
-            return importlib.import_module(where)
-        except ModuleNotFoundError as error:
-            raise UsageError(f"{text}: cannot import {where}: {error}") from error
-        finally:
-            sys.path.remove(str(Path.cwd()))
-    path = Path(where)
-    if not path.is_file():
-        raise UsageError(f"{text}: no file {where}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if where.endswith(".py"):
+        return _import_file(Path(where), text)
+    if where.startswith("."):
+        raise UsageError(f"{text}: {where} is relative to no package: name package.module:callable or file.py:callable")
+    try:
+        return importlib.import_module(where)
+    except (ImportError, SyntaxError) as error:
+        raise UsageError(f"{text}: cannot import {where}: {error}") from error
+
+
+def _import_file(path: Path, text: str) -> object:
+    # the prefix keeps a file called json.py from taking the place of a module that others import
+    spec = importlib.util.spec_from_file_location(f"_ridgeline_target_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickling look the module up by name
-    spec.loader.exec_module(module)
+    sys.modules[spec.name] = module  # dataclasses look their module up by name
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, SyntaxError, OSError) as error:
+        raise UsageError(f"{text}: cannot import {path}: {error}") from error
     return module
 
 
@@ -88,7 +120,7 @@ def _target(name: str, built: object) -> Target:
         raise UsageError(
             f"{name}: the callable must return (module, inputs) or (module, inputs, loss), got {_kind(built)}"
         )
-    module, inputs, *rest = built
+    module, inputs, *rest = cast("tuple[Any, ...]", built)
     inputs = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
     if not isinstance(module, nn.Module):
         raise UsageError(f"{name}: the first value returned must be a torch.nn.Module, got {_kind(module)}")

@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -157,9 +156,9 @@ def merge(rows: Iterable[Row]) -> None:
     Locked and atomic: of two processes that merge at once neither loses a row, and a reader sees whole files.
     Raises EnvironmentUnusable where the cache folder cannot be written.
     """
-    groups = groupby(sorted(rows, key=lambda row: row.identity), key=lambda row: _file(row.op, row.device))
+    groups = _by_file(rows)
     with _locked():
-        for path, group in groups:
+        for path, group in groups.items():
             _write(path, {row.identity: row for row in (*_read(path), *group)}.values())
     load.cache_clear()
 
@@ -184,12 +183,9 @@ def export(folder: Path, source_hashes: Mapping[str, str], *, device: str | None
     for root in (_SHIPPED, _user_folder()):
         for path in _tables(root, device=device):
             rows |= {row.identity: row for row in _read(path) if row.source_hash == source_hashes.get(row.op)}
-    written = []
-    for path, group in groupby(
-        sorted(rows.values(), key=lambda row: row.identity), key=lambda row: _file(row.op, row.device)
-    ):
-        written.append(folder.joinpath(*path.parts[-2:]))
-        _write(written[-1], group)
+    written = {folder.joinpath(*path.parts[-2:]): group for path, group in _by_file(rows.values()).items()}
+    for path, group in written.items():
+        _write(path, group)
     return tuple(written)
 
 
@@ -225,6 +221,13 @@ def _file(op: str, device: str) -> Path:
     return cache_path("tuned", device, op)
 
 
+def _by_file(rows: Iterable[Row]) -> dict[Path, list[Row]]:
+    groups: dict[Path, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(_file(row.op, row.device), []).append(row)
+    return groups
+
+
 def _tables(root: Traversable, *, op: str | None = None, device: str | None = None) -> Iterator[Traversable]:
     folder, file = _file(op or "any", device or "any").parts[-2:]
     for gpu in sorted(root.iterdir(), key=lambda entry: entry.name) if root.is_dir() else ():
@@ -253,7 +256,8 @@ def _locked() -> Iterator[None]:
 
 
 def _write(path: Path, rows: Iterable[Row]) -> None:
-    lines = [json.dumps(asdict(row), allow_nan=False) for row in _sorted(rows)]
+    ordered = sorted(rows, key=lambda row: row.identity)
+    lines = [json.dumps(asdict(row), allow_nan=False) for row in ordered]
     text = f'{{"schema": {SCHEMA}, "rows": [\n' + ",\n".join(lines) + "\n]}\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -266,10 +270,6 @@ def _write(path: Path, rows: Iterable[Row]) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise EnvironmentUnusable(f"cannot write {path} ({error.strerror}): make the folder writable") from error
-
-
-def _sorted(rows: Iterable[Row]) -> list[Row]:
-    return sorted(rows, key=lambda row: row.identity)
 
 
 # --- reading -----------------------------------------------------------------------------------------------------
@@ -311,8 +311,9 @@ def _complaint(entry: Any) -> str | None:
     if not isinstance(entry, dict) or entry.keys() != names:
         return f"it must be an object with {', '.join(sorted(names))}"
     for name in _TEXTS:
-        if not isinstance(entry[name], str):
-            return f"{name} must be a string"
+        # a letter or digit, because file names are made of them
+        if not isinstance(entry[name], str) or not any(c.isascii() and c.isalnum() for c in entry[name]):
+            return f"{name} must be a string with a letter or digit"
     if not _is_duration(entry["seconds"]) or not (
         entry["runner_up_seconds"] is None or _is_duration(entry["runner_up_seconds"])
     ):

@@ -21,12 +21,24 @@ AUTOCAST_FP32 = words(
 )
 
 
+_CPU = torch.device("cpu")
+
+
 class CudaBehaviour(TorchFunctionMode):
-    """Under autocast, casts what CUDA's policy runs in fp32; attention and dropout become the kernels CUDA has."""
+    """Under autocast, casts what CUDA's policy runs in fp32; attention and dropout become the kernels CUDA has.
+
+    Devices named in the code ("cuda", 0) become the CPU, where all tensors of a trace are.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if name == "cuda":
+            return args[0]
+        if name == "to":
+            args = tuple(_CPU if _is_device(arg) else arg for arg in args)
+        if kwargs.get("device") is not None:
+            kwargs = kwargs | {"device": _CPU}
         if name == "scaled_dot_product_attention":
             return _attention(func, *args, **kwargs)
         if name == "dropout":
@@ -34,6 +46,10 @@ class CudaBehaviour(TorchFunctionMode):
         if name in AUTOCAST_FP32 and torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map(_to_fp32, args), tree_map(_to_fp32, kwargs)
         return func(*args, **kwargs)
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, (str, torch.device)) or (isinstance(value, int) and not isinstance(value, bool))
 
 
 def _dropout(func: Any, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -207,10 +207,7 @@ class _Fusion:
                 return None
             for kernel in absorbed:
                 self._merge(kernel, host)
-            kernels -= set(absorbed)
-        if not self._holds(index, host) or self._sums_branches(index, host, kernels - {host}):
-            return None
-        return host
+        return host if self._holds(index, host) and not self._sums_branches(index, host) else None
 
     def _holds(self, index: int, host: int) -> bool:
         """Whether a kernel has every element of a call's operands at hand when it makes its own results."""
@@ -234,10 +231,12 @@ class _Fusion:
             not value.mutates and self.program.readers(value) <= inside for value in made
         )
 
-    def _sums_branches(self, index: int, host: int, others: set[int]) -> bool:
+    def _sums_branches(self, index: int, host: int) -> bool:
         """Whether joining `host` makes it wait for a branch it is independent of, while an anchor could do the sum."""
-        readers = self.program.readers(self.program.writes[index][0])
+        made = {value.definer for value, _ in self.program.operands(index)} & self.kernel_of.keys()
+        others = {self.kernel_of[definer] for definer in made} - {host}
         independent = any(not self.waits.get(host, 0) >> other & 1 for other in others)
+        readers = self.program.readers(self.program.writes[index][0])
         return independent and len(readers) == 1 and self.calls[min(readers)].kind not in LIGHT_KINDS
 
     def _folds(self, index: int, host: int) -> bool:

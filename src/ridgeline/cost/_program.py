@@ -28,13 +28,19 @@ class Value:
     ruled: list[Value] = field(default_factory=list)  # results of index rules that have this value as a source
 
     def roots(self, taken: int) -> Iterator[tuple[Value, int]]:
-        """The values that really hold this one, index rules looked through, and the bytes of each behind `taken`."""
-        if not self.sources:
-            yield self, taken
+        """The values that really hold this one, and the bytes of each behind `taken`.
+
+        An index rule's are its sources; a partial write's are itself and, for the rest, the version underneath.
+        """
+        if self.sources:
+            share = min(1.0, taken / self.bytes) if self.bytes else 0.0
+            for source, size in self.sources:
+                yield from source.roots(round(size * share))
             return
-        share = min(1.0, taken / self.bytes) if self.bytes else 0.0
-        for source, size in self.sources:
-            yield from source.roots(round(size * share))
+        own = taken if self.before is None else min(taken, self.bytes)
+        yield self, own
+        if self.before is not None and taken > own:
+            yield from self.before.roots(taken - own)
 
     def family(self) -> Iterator[Value]:
         """This value and every value that shows it: versions laid over it, index rules that read it."""

@@ -62,6 +62,31 @@ def replace(old: fx.Node, new: fx.Node) -> None:
     old.replace_all_uses_with(new)
 
 
+def same(pattern: Any, node: Any, bound: dict[fx.Node, fx.Node]) -> bool:
+    """Whether `node` computes what `pattern` does: equal targets, literals and structure down to the bound nodes.
+
+    `bound` maps nodes of the pattern's graph, its placeholders above all, to nodes here; it grows by what was matched.
+    """
+    if isinstance(pattern, fx.Node):
+        if pattern in bound:
+            return bound[pattern] is node
+        if not isinstance(node, fx.Node) or (pattern.op, pattern.target) != (node.op, node.target):
+            return False
+        if not same(pattern.args, node.args, bound) or not same(pattern.kwargs, node.kwargs, bound):
+            return False
+        bound[pattern] = node
+        return True
+    if isinstance(pattern, (list, tuple)):
+        return isinstance(node, (list, tuple)) and len(pattern) == len(node) and all(
+            same(p, n, bound) for p, n in zip(pattern, node, strict=True)
+        )
+    if isinstance(pattern, dict):
+        return isinstance(node, dict) and pattern.keys() == node.keys() and all(
+            same(pattern[key], node[key], bound) for key in pattern
+        )
+    return type(pattern) is type(node) and pattern == node
+
+
 def finish(graph_module: fx.GraphModule) -> None:
     """Drop what nothing reads any more, check the graph and regenerate its code."""
     graph_module.graph.eliminate_dead_code()

@@ -1,1 +1,5 @@
 """What the verbs are used for: object detection on images, diffusion training."""
+
+from ridgeline.workloads import detection as detection
+from ridgeline.workloads import draw as draw
+from ridgeline.workloads import images as images

@@ -1,0 +1,295 @@
+"""Search an op's configs on given problems, once, so that no call ever has to: winners go into the tables of `tuned`.
+
+For each distinct problem: the candidates are compiled in child processes, because a compiler that aborts takes its
+process along; each one's output is judged against float64 before it is timed, because a tile can compile, run and be
+wrong; the survivors are timed interleaved, as replays of a CUDA graph that holds a chain of launches, because that is
+how a network runs them. The default keeps its place unless the fastest is faster beyond the spread of both.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.errors import TritonError
+
+from ridgeline import tuned
+from ridgeline.cudagraph import capture
+from ridgeline.errors import EnvironmentUnusable
+from ridgeline.kernels._op import DTYPES, Launch, Op, Target, target_of
+from ridgeline.numerics import TF32_EPS, compare, to_float64
+from ridgeline.precompile import precompile, request
+from ridgeline.timing import Timing, differs, gpu_state, time_many
+from ridgeline.tuned import Row
+
+_log = logging.getLogger(__name__)
+
+_CHAIN = 20  # launches a graph: its own launch cost no longer shows
+_CHAIN_BYTES = 2**30  # shorter chains of large kernels, which need no help to be measured
+_SCREEN_REPEATS, _FINAL_REPEATS = 7, 31
+_FINALISTS = 4
+
+Call = Callable[[], object]
+Progress = Callable[[int, int, Row], None]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The steps that need a GPU, so that a test can bring its own."""
+
+    compile: Callable[[Sequence[str], int], Generator[str | None, None, None]]  # see `precompile`
+    measure: Callable[[Mapping[str, Call], int], Mapping[str, Timing]]  # (calls, repeats)
+    device: Callable[[Tensor], str]  # the name of the GPU that holds a tensor
+
+
+def tune(
+    op: Op,
+    problems: Sequence[Mapping[str, Any]],
+    *,
+    candidates: Sequence[Any] | None = None,
+    budget_s: float | None = None,
+    jobs: int | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+    backend: Backend | None = None,
+) -> tuple[Row, ...]:
+    """The best config of `op` for each distinct problem; new ones are in the user's table when this returns.
+
+    problems    arguments of the op, on a GPU; an `out` among them is overwritten
+    candidates  configs to try beside the default; None: those the op proposes
+    budget_s    wall time after which no further problem is begun; what was tuned by then stays
+    jobs        compilers at a time; None: one less than the processor's cores
+    force       time every candidate again; otherwise only those that the table has no time for, beside its winner
+    progress    called as progress(done, total, row)
+
+    Raises EnvironmentUnusable for problems that are on no GPU, or when the GPU or the compilers stop working.
+    """
+    backend = backend or Backend(precompile, _measure, _device_name)
+    works = [_work(op, arguments, candidates, force=force, device=backend.device) for arguments in problems]
+    works = list({(work.device, work.dtype, work.key): work for work in reversed(works)}.values())[::-1]
+    requests = [text for work in works for text in work.requests]
+    alarm = threading.Timer(budget_s or 0, lambda: None)
+    alarm.daemon = True
+    rows = []
+    if budget_s is not None:
+        alarm.start()
+    with closing(backend.compile(requests, jobs or max(1, len(os.sched_getaffinity(0)) - 1))) as outcomes:
+        for work in works:
+            if alarm.finished.is_set():
+                _log.warning(
+                    "%s: the budget of %g s ended after %d of %d problems", op.name, budget_s, len(rows), len(works)
+                )
+                break
+            row = work.known
+            if work.configs:
+                row = _tune_one(op, work, [next(outcomes) for _ in work.requests], backend)
+                if row is None:
+                    continue
+                tuned.merge([row])
+            assert row is not None
+            rows.append(row)
+            if progress is not None:
+                progress(len(rows), len(works), row)
+    alarm.cancel()
+    return tuple(rows)
+
+
+# --- one problem -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What is left to do for one problem: nothing, or `configs`, of which the first is the one to beat."""
+
+    arguments: Mapping[str, Any]
+    device: str
+    dtype: str
+    key: str
+    source_hash: str
+    target: Target
+    known: Row | None
+    configs: tuple[Any, ...]
+    requests: tuple[str, ...]  # one for each config
+
+
+def _work(
+    op: Op,
+    arguments: Mapping[str, Any],
+    candidates: Sequence[Any] | None,
+    *,
+    force: bool,
+    device: Callable[[Tensor], str],
+) -> _Work:
+    x = next(value for value in arguments.values() if isinstance(value, Tensor))
+    target, name = target_of(x), device(x)
+    dtype = next(text for text, value in DTYPES.items() if value == x.dtype)
+    key = op.launcher.key(**arguments)
+    source_hash = tuned.source_hash(Path(inspect.getfile(op.launcher.plan)))
+    if x.is_cuda and int(target.arch.removeprefix("sm_")) >= 90 and "pdl" in inspect.signature(op.reference).parameters:
+        arguments = {**arguments, "pdl": True}  # how a captured network launches it there
+    known = None if force else tuned.load(op.name, name, source_hash).row(dtype, key)
+    configs = op.launcher.candidates(target=target, **arguments)
+    if candidates is not None:
+        configs = (configs[0], *candidates)
+    configs = tuple({_tag(config): config for config in reversed(configs)}.values())[::-1]
+    if known is not None:
+        winner = tuned.build(type(configs[0]), known.config)
+        new = tuple(config for config in configs if _tag(config) not in known.tried)
+        if winner is None:
+            known = None
+        else:
+            configs = (winner, *new) if new else ()
+    requests = tuple(_request(op, arguments, config, target) for config in configs)
+    return _Work(arguments, name, dtype, key, source_hash, target, known, configs, requests)
+
+
+def _tune_one(op: Op, work: _Work, outcomes: Sequence[str | None], backend: Backend) -> Row | None:
+    failed = {_tag(config): reason for config, reason in zip(work.configs, outcomes, strict=True) if reason}
+    launches = _correct(op, work, failed)
+    first = _tag(work.configs[0])
+    if first not in launches:
+        _log.warning("%s %s: not tuned, the config to beat failed: %s", op.name, work.key, failed[first])
+        return None
+    cost = op.cost(**_without_out(work.arguments))
+    length = max(2, min(_CHAIN, _CHAIN_BYTES // max(1, cost.read_bytes + cost.write_bytes)))
+    calls = {tag: _chain(launch, length) for tag, launch in launches.items()}
+    timings = dict(backend.measure(calls, _SCREEN_REPEATS))
+    best = sorted(timings, key=lambda tag: timings[tag].median_s)[:_FINALISTS]
+    # the screening picked the luckiest of many, so the finals are timed anew
+    finals = backend.measure({tag: calls[tag] for tag in dict.fromkeys((first, *best))}, _FINAL_REPEATS)
+    ranked = sorted(finals, key=lambda tag: finals[tag].median_s)
+    winner = ranked[0] if differs(finals[ranked[0]], finals[first]) else first
+    others = [finals[tag].median_s for tag in ranked if tag != winner]
+    tried = {tag: _rounded(timing.median_s / length) for tag, timing in {**timings, **finals}.items()}
+    config = next(config for config in work.configs if _tag(config) == winner)
+    return Row(
+        op=op.name,
+        source_hash=work.source_hash,
+        device=work.device,
+        dtype=work.dtype,
+        key=work.key,
+        config=_values(config),
+        seconds=tried[winner],
+        runner_up_seconds=_rounded(others[0] / length) if others else None,
+        torch=torch.__version__,
+        triton=triton.__version__,
+        driver=_driver(),
+        tried={**(work.known.tried if work.known else {}), **failed, **tried},
+    )
+
+
+def _correct(op: Op, work: _Work, failed: dict[str, str]) -> dict[str, Launch]:
+    """The launches whose output is right, all with one output tensor; adds the others' reasons to `failed`."""
+    arguments = _without_out(work.arguments)
+    reference64, eager = op.reference(**to_float64(arguments)), op.reference(**arguments)
+    # TF32 rounds operands to ten bits, which the fp32 of the tensors does not tell
+    bound = inspect.signature(op.reference).bind(**arguments)
+    bound.apply_defaults()
+    eps = TF32_EPS if work.dtype == "fp32" and bound.arguments.get("precision") == "tf32" else None
+    launches: dict[str, Launch] = {}
+    output: Tensor | None = None
+    for config in work.configs:
+        tag = _tag(config)
+        if tag in failed:
+            continue
+        launch = op.launcher.plan(config=config, target=work.target, **work.arguments)
+        output = launch.output if output is None else output
+        launch = _writing(launch, output)
+        if not any(t.data_ptr() == output.data_ptr() for t in arguments.values() if isinstance(t, Tensor)):
+            output.fill_(float("nan"))  # what a launch leaves unwritten must not be the last one's right answer
+        try:
+            launch.run()
+            verdict = compare(output, reference64, eager, error_factor=op.error_factor, eps=eps)
+        except (TritonError, RuntimeError) as error:
+            failed[tag] = _first_line(error)
+            _check_alive(output, op, config, error)
+            continue
+        if verdict.passed:
+            launches[tag] = launch
+        else:
+            failed[tag] = f"wrong: {verdict.reason}"
+    return launches
+
+
+def _check_alive(output: Tensor, op: Op, config: Any, cause: Exception) -> None:
+    """After an illegal access no call of this process succeeds any more; every later candidate would seem to fail."""
+    if output.is_cuda:
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            raise EnvironmentUnusable(
+                f"{op.name}: {config} broke the GPU's context ({_first_line(cause)}): leave it out of the candidates "
+                f"and tune again, what was tuned before is kept"
+            ) from cause
+
+
+def _chain(launch: Launch, length: int) -> Call:
+    def chain() -> None:
+        for _ in range(length):
+            launch.run()
+
+    return capture(chain, (), warmup=1).replay if launch.output.is_cuda else chain
+
+
+def _measure(calls: Mapping[str, Call], repeats: int) -> Mapping[str, Timing]:
+    return time_many(calls, warmup=1, repeats=repeats, l2="warm", log_clocks=False)
+
+
+def _device_name(x: Tensor) -> str:
+    if not x.is_cuda:
+        raise EnvironmentUnusable(f"tune: the problems must be on a GPU, got {x.device}: move their tensors to cuda")
+    return torch.cuda.get_device_name(x.device)
+
+
+def _writing(launch: Launch, output: Tensor) -> Launch:
+    arguments = {name: output if value is launch.output else value for name, value in launch.arguments.items()}
+    return replace(launch, arguments=arguments, output=output)
+
+
+def _without_out(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What the op itself takes; `out` belongs to its launch."""
+    return {name: value for name, value in arguments.items() if name != "out"}
+
+
+def _values(config: Any) -> dict[str, tuned.Value]:
+    return {field.name: getattr(config, field.name) for field in fields(config)}
+
+
+def _tag(config: Any) -> str:
+    return " ".join(map(str, _values(config).values()))
+
+
+def _rounded(value_s: float) -> float:
+    return float(f"{value_s:.4g}")
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def _request(op: Op, arguments: Mapping[str, Any], config: Any, target: Target) -> str:
+    launch = op.launcher.plan(config=config, target=target, **arguments)
+    options: dict[str, Any] = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    if launch.pdl:
+        options["launch_pdl"] = True
+    limit = target.shared_bytes
+    return request(
+        launch.kernel, launch.arguments, launch.constants, options, arch=target.arch, shared_limit_bytes=limit
+    )
+
+
+@cache
+def _driver() -> str:
+    state = gpu_state()
+    return state.driver if state else "none"

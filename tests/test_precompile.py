@@ -1,0 +1,145 @@
+"""Compiling in child processes: what is in the cache afterwards, and what becomes of compilers that die."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from contextlib import closing
+
+import pytest
+import torch
+
+from ridgeline import precompile as module
+from ridgeline.errors import EnvironmentUnusable
+from ridgeline.precompile import _Compiler, precompile, request
+
+TOY = """
+import os
+import time
+
+import triton
+import triton.language as tl
+
+
+@triton.constexpr_function
+def misbehave(how):
+    if how == "exit":
+        os._exit(11)
+    if how == "abort":
+        os.write(2, b"UNREACHABLE executed at Lower.cpp:7!\\n#0 0x1234 stack\\n")
+        os.abort()
+    if how == "hang":
+        time.sleep(60)
+    return 0
+
+
+@triton.jit
+def toy_kernel(x_ptr, y_ptr, bias_ptr, n, one, BLOCK: tl.constexpr, HOW: tl.constexpr):
+    print_once: tl.constexpr = misbehave(HOW)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < n * one) + print_once
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + i)
+    tl.store(y_ptr + i, x, mask=i < n)
+"""
+
+# What the launch in the parent process does on a GPU, with the driver replaced: is the cache entry found?
+LAUNCH = """
+import json, sys
+import torch, triton
+from ridgeline.precompile import _Driver
+from toy import toy_kernel
+hits = []
+triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+triton.runtime.driver.set_active(_Driver(90))
+for line in sys.stdin:
+    case = json.loads(line)
+    x = torch.zeros(64, dtype=torch.float16)[case.pop("skip"):]
+    toy_kernel.warmup(x, x, None, one=1, grid=(1,), **case)
+print(json.dumps(hits))
+"""
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """The kernel of TOY, with the interpreter off in children and a disk cache of its own."""
+    (tmp_path / "toy.py").write_text(TOY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "toy", raising=False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    return importlib.import_module("toy").toy_kernel
+
+
+def ask(kernel, *, how="", block=32, n=48, skip=0, arch="sm_90", shared_limit_bytes=2**16):
+    x = torch.zeros(64, dtype=torch.float16)[skip:]
+    arguments = {"x_ptr": x, "y_ptr": x, "bias_ptr": None, "n": n, "one": 1}
+    constants = {"BLOCK": block, "HOW": how}
+    options = {"num_warps": 1, "launch_pdl": True}
+    return request(kernel, arguments, constants, options, arch=arch, shared_limit_bytes=shared_limit_bytes)
+
+
+def test_a_launch_finds_what_was_compiled(toy, tmp_path):
+    """String constants, integers that 16 divides or not, misaligned pointers, None and 1: all are part of the key."""
+    cases = [{"n": 48, "skip": 0}, {"n": 47, "skip": 0}, {"n": 48, "skip": 1}]
+    outcomes = list(precompile([ask(toy, how="SiLUD", **case) for case in cases], 1))
+    assert outcomes == [None] * 3
+    lines = [{**case, "BLOCK": 32, "HOW": "SiLUD", "num_warps": 1, "launch_pdl": True} for case in cases]
+    lines.append({**lines[0], "BLOCK": 64})  # was not compiled: the listener can tell
+    child = subprocess.run(
+        [sys.executable, "-c", LAUNCH],
+        input="\n".join(map(json.dumps, lines)),
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
+    assert json.loads(child.stdout) == [True, True, True, False]
+
+
+def test_a_dying_compiler_costs_its_own_request_alone(toy):
+    requests = [ask(toy, how=how, block=block) for how, block in (("", 32), ("exit", 32), ("abort", 32), ("", 64))]
+    requests.append(ask(toy, block=48))  # no power of 2: an error that the compiler survives
+    requests.append(ask(toy, block=128, shared_limit_bytes=-1))
+    requests.append(json.dumps({**json.loads(requests[0]), "kernel": "no_such_kernel"}))
+    outcomes = list(precompile(requests, 2))
+    assert outcomes[0] is None
+    assert outcomes[1] == "the compiler died: exit code 11, no message"
+    assert outcomes[2] == "the compiler died: SIGABRT, UNREACHABLE executed at Lower.cpp:7!"
+    assert outcomes[3] is None
+    assert outcomes[4] is not None and "power of 2" in outcomes[4]
+    assert outcomes[5] == "needs 0 B of shared memory, sm_90 has -1 B"
+    assert outcomes[6] is not None and "AttributeError" in outcomes[6]
+
+
+def test_a_hanging_compiler_is_stopped(toy):
+    compiler = _Compiler()
+    assert compiler.ask(ask(toy, how="hang"), timeout_s=3) == ("the compiler took longer than 3 s", False)
+    assert compiler.ask(ask(toy)) == ("the compiler took longer than 3 s", False)  # it stays dead
+
+
+def test_closing_early_stops_the_compilers(toy, monkeypatch):
+    started = []
+    start = _Compiler.__init__
+
+    def remember(self):
+        start(self)
+        started.append(self)
+
+    monkeypatch.setattr(_Compiler, "__init__", remember)
+    with closing(precompile([ask(toy), ask(toy, how="hang"), ask(toy, how="hang")], 1)) as outcomes:
+        assert next(outcomes) is None
+    assert [compiler._process.poll() is None for compiler in started] == [False]
+
+
+def test_a_compiler_that_does_not_start_is_an_error(toy, monkeypatch):
+    monkeypatch.setattr(module.sys, "executable", "/bin/false")
+    with pytest.raises(EnvironmentUnusable, match=r"does not start \(exit code 1"):
+        list(precompile([ask(toy)], 1))
+
+
+def test_nothing_to_compile_starts_nothing(monkeypatch):
+    monkeypatch.setattr(module.sys, "executable", "/bin/false")
+    assert list(precompile([], 4)) == []
