@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import uuid
 from dataclasses import asdict, dataclass, field
@@ -46,9 +47,9 @@ class Row:
     shape: str
     region: str  # "kernel", "model", "tensor-to-boxes", "frame-to-boxes", "step"
     l2: str | None
-    median_s: float
-    p90_s: float
-    spread_s: float
+    median_s: float | None
+    p90_s: float | None
+    spread_s: float | None
     gpu_busy_s: float | None
     n: int
     run: str
@@ -102,6 +103,13 @@ def row(where: Machine, timing: Timing, *, calls: int = 1, **described: Any) -> 
     )
 
 
+def plain_row(where: Machine, **described: Any) -> Row:
+    """A row of something that has no time of its own: a rate, an accuracy; the value is in `extra`."""
+    empty = dict.fromkeys(("median_s", "p90_s", "spread_s", "gpu_busy_s", "l2"))
+    fields: dict[str, Any] = {"dtype": "", "batch": 0, "gpus": 1, "shape": "", "n": 0, **empty}
+    return Row(**{**fields, **asdict(where), **described})
+
+
 def append(path: Path, rows: list[Row]) -> None:
     """Add the rows at the end of a results file in one write."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +119,12 @@ def append(path: Path, rows: list[Row]) -> None:
 
 
 def _commit() -> str:
-    """Short hash, "+" behind it when files differ from it; "unknown" outside a git checkout."""
+    """Short hash, "+" behind it when files differ from it; "unknown" outside a git checkout.
+
+    RIDGELINE_COMMIT names it where the files travelled without their history.
+    """
+    if named := os.environ.get("RIDGELINE_COMMIT"):
+        return named
     try:
         head = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True

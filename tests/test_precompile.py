@@ -16,34 +16,25 @@ from ridgeline.errors import EnvironmentUnusable
 from ridgeline.precompile import _Compiler, precompile, request
 
 TOY = """
-import os
-import time
-
 import triton
 import triton.language as tl
 
 
-@triton.constexpr_function
-def misbehave(how):
-    if how == "exit":
-        os._exit(11)
-    if how == "abort":
-        os.write(2, b"UNREACHABLE executed at Lower.cpp:7!\\n#0 0x1234 stack\\n")
-        os.abort()
-    if how == "hang":
-        time.sleep(60)
-    return 0
-
-
 @triton.jit
-def toy_kernel(x_ptr, y_ptr, bias_ptr, n, one, BLOCK: tl.constexpr, HOW: tl.constexpr):
-    print_once: tl.constexpr = misbehave(HOW)
+def toy_kernel(x_ptr, y_ptr, bias_ptr, n, one, BLOCK: tl.constexpr, ACT: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + i, mask=i < n * one) + print_once
+    x = tl.load(x_ptr + i, mask=i < n * one)
     if bias_ptr is not None:
         x += tl.load(bias_ptr + i)
     tl.store(y_ptr + i, x, mask=i < n)
 """
+# modules that stand for a kernel on which the compiler misbehaves
+MISBEHAVING = {
+    "exits": "import os; os._exit(11)",
+    "aborts": "import os; os.write(2, b'UNREACHABLE executed at Lower.cpp:7!\\n#0 0x1234 stack\\n'); os.abort()",
+    "hangs": "import time; time.sleep(60)",
+    "prints": "import os; os.write(1, b'a note on stdout\\n'); print('another'); from toy import toy_kernel",
+}
 
 # What the launch in the parent process does on a GPU, with the driver replaced: is the cache entry found?
 LAUNCH = """
@@ -65,7 +56,8 @@ print(json.dumps(hits))
 @pytest.fixture
 def toy(tmp_path, monkeypatch):
     """The kernel of TOY, with the interpreter off in children and a disk cache of its own."""
-    (tmp_path / "toy.py").write_text(TOY)
+    for name, text in {"toy": TOY, **MISBEHAVING}.items():
+        (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "toy", raising=False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -73,20 +65,21 @@ def toy(tmp_path, monkeypatch):
     return importlib.import_module("toy").toy_kernel
 
 
-def ask(kernel, *, how="", block=32, n=48, skip=0, arch="sm_90", shared_limit_bytes=2**16):
+def ask(kernel, *, module="toy", block=32, n=48, skip=0, shared_limit_bytes=2**16):
     x = torch.zeros(64, dtype=torch.float16)[skip:]
     arguments = {"x_ptr": x, "y_ptr": x, "bias_ptr": None, "n": n, "one": 1}
-    constants = {"BLOCK": block, "HOW": how}
+    constants = {"BLOCK": block, "ACT": "SiLUD"}
     options = {"num_warps": 1, "launch_pdl": True}
-    return request(kernel, arguments, constants, options, arch=arch, shared_limit_bytes=shared_limit_bytes)
+    text = request(kernel, arguments, constants, options, arch="sm_90", shared_limit_bytes=shared_limit_bytes)
+    return json.dumps({**json.loads(text), "module": module})
 
 
 def test_a_launch_finds_what_was_compiled(toy, tmp_path):
     """String constants, integers that 16 divides or not, misaligned pointers, None and 1: all are part of the key."""
     cases = [{"n": 48, "skip": 0}, {"n": 47, "skip": 0}, {"n": 48, "skip": 1}]
-    outcomes = list(precompile([ask(toy, how="SiLUD", **case) for case in cases], 1))
+    outcomes = list(precompile([ask(toy, **case) for case in cases], 1))
     assert outcomes == [None] * 3
-    lines = [{**case, "BLOCK": 32, "HOW": "SiLUD", "num_warps": 1, "launch_pdl": True} for case in cases]
+    lines = [{**case, "BLOCK": 32, "ACT": "SiLUD", "num_warps": 1, "launch_pdl": True} for case in cases]
     lines.append({**lines[0], "BLOCK": 64})  # was not compiled: the listener can tell
     child = subprocess.run(
         [sys.executable, "-c", LAUNCH],
@@ -100,7 +93,7 @@ def test_a_launch_finds_what_was_compiled(toy, tmp_path):
 
 
 def test_a_dying_compiler_costs_its_own_request_alone(toy):
-    requests = [ask(toy, how=how, block=block) for how, block in (("", 32), ("exit", 32), ("abort", 32), ("", 64))]
+    requests = [ask(toy), ask(toy, module="exits"), ask(toy, module="aborts"), ask(toy, module="prints", block=64)]
     requests.append(ask(toy, block=48))  # no power of 2: an error that the compiler survives
     requests.append(ask(toy, block=128, shared_limit_bytes=-1))
     requests.append(json.dumps({**json.loads(requests[0]), "kernel": "no_such_kernel"}))
@@ -116,7 +109,7 @@ def test_a_dying_compiler_costs_its_own_request_alone(toy):
 
 def test_a_hanging_compiler_is_stopped(toy):
     compiler = _Compiler()
-    assert compiler.ask(ask(toy, how="hang"), timeout_s=3) == ("the compiler took longer than 3 s", False)
+    assert compiler.ask(ask(toy, module="hangs"), timeout_s=3) == ("the compiler took longer than 3 s", False)
     assert compiler.ask(ask(toy)) == ("the compiler took longer than 3 s", False)  # it stays dead
 
 
@@ -129,7 +122,7 @@ def test_closing_early_stops_the_compilers(toy, monkeypatch):
         started.append(self)
 
     monkeypatch.setattr(_Compiler, "__init__", remember)
-    with closing(precompile([ask(toy), ask(toy, how="hang"), ask(toy, how="hang")], 1)) as outcomes:
+    with closing(precompile([ask(toy), ask(toy, module="hangs"), ask(toy, module="hangs")], 1)) as outcomes:
         assert next(outcomes) is None
     assert [compiler._process.poll() is None for compiler in started] == [False]
 

@@ -126,9 +126,10 @@ def _target(name: str, built: object) -> Target:
         raise UsageError(f"{name}: the first value returned must be a torch.nn.Module, got {_kind(module)}")
     if not inputs or not all(isinstance(value, Tensor) for value in inputs):
         raise UsageError(f"{name}: the inputs returned must be tensors, got {', '.join(map(_kind, inputs)) or 'none'}")
-    if rest and not callable(rest[0]):
-        raise UsageError(f"{name}: the third value returned must be a callable loss, got {_kind(rest[0])}")
-    return Target(name, module, tuple(inputs), rest[0] if rest else None)
+    loss: Any = rest[0] if rest else None
+    if loss is not None and not callable(loss):
+        raise UsageError(f"{name}: the third value returned must be a callable loss, got {_kind(loss)}")
+    return Target(name, module, tuple(inputs), cast("Callable[..., Tensor] | None", loss))
 
 
 def _kind(value: object) -> str:
