@@ -42,7 +42,7 @@ def _lines(ceilings: Ceilings, spec: DeviceSpec) -> list[tuple[str, float, str, 
             lines.append((f"matmul, {pipe}", rate, units.rate(rate), units.rate(spec.rate(pipe))))
     for shape, rate in ceilings.conv.items():
         pipe = shape.split()[0]
-        lines.append((f"3×3 convolution NHWC, {shape}", rate, units.rate(rate), units.rate(spec.rate(pipe))))
+        lines.append((f"3x3 convolution NHWC, {shape}", rate, units.rate(rate), units.rate(spec.rate(pipe))))
     for what, value_s in (
         ("one more dependent kernel in a CUDA graph", ceilings.kernel_gap_s),
         ("a CUDA graph of one kernel", ceilings.graph_launch_s),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ridgeline import targets, units
 from ridgeline.profiler import estimate_target
-from ridgeline.report import Report, by_kind
+from ridgeline.report import Report, by_kind, summary
 from ridgeline.report_svg import HEIGHT, WIDTH, kind_slots, roofline_plot
 from ridgeline.specs import find_spec
 
@@ -58,16 +58,17 @@ def picture(report: Report) -> str:
 def headline(report: Report) -> str:
     return (
         f"{report.subject} on an {report.gpu}, {report.dtype}, batch {report.batch}: "
-        f"not below {units.seconds(report.floor_s)}, however scheduled"
+        f"fused floor {units.seconds(report.floor_s)}, unfused {units.seconds(report.unfused_s)}"
     )
 
 
 def explanation(report: Report) -> tuple[str, ...]:
+    total = summary(report)
     return (
-        f"Computed from shapes and the data sheet, nothing timed. Each dot is one of {len(report.fused_rows)} fused kernels "
-        f"at its bound, its area the share of the time.",
-        f"One kernel per operator, as PyTorch runs it: {len(report.rows)} kernels, not below "
-        f"{units.seconds(report.unfused_s)}.",
+        "Computed from shapes and the data sheet, nothing timed. "
+        "Each dot is one fused kernel at its bound, its area the share of the time.",
+        f"{total.fused_kernels} fused kernels move {units.nbytes(total.fused_bytes)}; "
+        f"one kernel per operator means {total.unfused_kernels} kernels and {units.nbytes(total.unfused_bytes)}.",
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections import Counter
+from functools import cache
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import nets
-from ridgeline.cost import CostMode, trace_forward, trace_train_step
+from ridgeline.cost import CostMode, Trace, trace_forward, trace_train_step
 from ridgeline.errors import UsageError
 
 
@@ -21,24 +22,32 @@ def conv_norm_act() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1))
 
 
+@cache
+def step_of(build) -> Trace:
+    return trace_train_step(*build())
+
+
 @pytest.mark.parametrize("build", nets.ALL, ids=lambda build: build.__name__)
-def test_every_operator_of_the_nets_is_known(build):
-    module, inputs = build()
-    forward = trace_forward(module, inputs)
-    step = trace_train_step(module, inputs)
-    assert (forward.unknown, step.unknown) == ((), ())
-    assert forward.parameters == step.parameters == sum(p.numel() for p in module.parameters())
+def test_every_operator_of_the_nets_trains_known(build):
+    step = step_of(build)
+    assert step.unknown == ()
+    assert step.parameters == sum(parameter.numel() for parameter in build()[0].parameters())
     assert {call.phase for call in step.calls} == {"forward", "backward", "optimizer"}
+
+
+@pytest.mark.parametrize("build", [nets.resnet50, nets.convnext_tiny, nets.edm2_block_net], ids=lambda b: b.__name__)
+def test_every_operator_of_the_nets_infers_known(build):
+    module, inputs = build()
+    assert trace_forward(module.eval(), inputs).unknown == ()
 
 
 def test_resnet_agrees_with_the_stock_counter():
     # every convolution of it is dense, so that the stock counter is right
     module, (x,) = nets.resnet50()
-    meta = module.to("meta")
     with FlopCounterMode(display=False) as stock:
-        meta(x.to("meta")).square().mean().backward()
-    step = trace_train_step(meta, (x,))
-    counted = (call for call in step.calls if call.kind.startswith("conv") or call.kind == "matmul")
+        module.to("meta")(x.to("meta")).square().mean().backward()
+    calls = step_of(nets.resnet50).calls
+    counted = (call for call in calls if call.kind.startswith("conv") or call.kind == "matmul")
     assert sum(call.cost.flops for call in counted) == stock.get_total_flops() > 0
 
 

@@ -52,7 +52,7 @@ def roofline(a: argparse.Namespace) -> int:
         section = html.report_section(report, command=shlex.join(["ridgeline", *a.argv]))
         html.write_html(a.html, html.page([section], title=f"{report.subject} on {report.gpu}"))
         print(f"wrote {a.html}", file=sys.stderr)
-    print(ridgeline.report_text.render(report, a.format, max_rows=a.rows), end="")
+    print(ridgeline.report_text.render(report, a.format, max_rows=a.rows).rstrip("\n"))
     return 0
 
 
@@ -123,7 +123,7 @@ def _add_roofline(verbs: argparse._SubParsersAction) -> None:
         "--rows", type=_count, default=20, help="layers shown in the table and md formats (default %(default)s)"
     )
     p.add_argument(
-        "--html", type=Path, metavar="FILE", help="also write one self-contained page with the roofline plot"
+        "--html", type=_file, metavar="FILE", help="also write one self-contained page with the roofline plot"
     )
 
 
@@ -178,3 +178,10 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 0, got {text!r}")
     return int(text)
+
+
+def _file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file, and {text!r} is a folder")
+    return path

@@ -186,7 +186,8 @@ def _serve(requests: TextIO, answers: TextIO) -> None:
         try:
             reason = _compile(json.loads(line))
         except (TritonError, RuntimeError, ValueError) as error:  # any other ends the process, which says as much
-            reason = f"{type(error).__name__}: {str(error).strip()[:200]}"
+            # Triton quotes the kernel first and says what is wrong last
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[-200:]}"
         _answer(reason, answers)
 
 

@@ -262,13 +262,16 @@ def _write(path: Path, rows: Iterable[Row]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise EnvironmentUnusable(f"cannot write {path} ({error.strerror}): make the folder writable") from error
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -76,16 +77,19 @@ def tune(
     Raises EnvironmentUnusable for problems that are on no GPU, or when the GPU or the compilers stop working.
     """
     backend = backend or Backend(precompile, _measure, _device_name)
-    works = [_work(op, arguments, candidates, force=force, device=backend.device) for arguments in problems]
-    works = list({(work.device, work.dtype, work.key): work for work in reversed(works)}.values())[::-1]
-    requests = [text for work in works for text in work.requests]
+    works: dict[tuple[str, str, str], _Work] = {}
+    for arguments in problems:
+        place = _place(op, arguments, backend.device)
+        if place not in works:
+            works[place] = _work(op, arguments, place, candidates, force=force)
+    requests = [text for work in works.values() for text in work.requests.values()]
     alarm = threading.Timer(budget_s or 0, lambda: None)
     alarm.daemon = True
     rows = []
     if budget_s is not None:
         alarm.start()
     with closing(backend.compile(requests, jobs or max(1, len(os.sched_getaffinity(0)) - 1))) as outcomes:
-        for work in works:
+        for work in works.values():
             if alarm.finished.is_set():
                 _log.warning(
                     "%s: the budget of %g s ended after %d of %d problems", op.name, budget_s, len(rows), len(works)
@@ -113,53 +117,63 @@ class _Work:
     """What is left to do for one problem: nothing, or `configs`, of which the first is the one to beat."""
 
     arguments: Mapping[str, Any]
-    device: str
-    dtype: str
-    key: str
+    place: tuple[str, str, str]  # device, dtype, key
     source_hash: str
     target: Target
     known: Row | None
     configs: tuple[Any, ...]
-    requests: tuple[str, ...]  # one for each config
+    requests: Mapping[Any, str]  # to the compiler, by config
+    refused: Mapping[str, str]  # why the op itself will not launch a config
+
+
+def _place(op: Op, arguments: Mapping[str, Any], device: Callable[[Tensor], str]) -> tuple[str, str, str]:
+    x = _first_tensor(arguments)
+    dtype = next((name for name, value in DTYPES.items() if value == x.dtype), str(x.dtype).removeprefix("torch."))
+    return device(x), dtype, op.launcher.key(**arguments)
 
 
 def _work(
     op: Op,
     arguments: Mapping[str, Any],
+    place: tuple[str, str, str],
     candidates: Sequence[Any] | None,
     *,
     force: bool,
-    device: Callable[[Tensor], str],
 ) -> _Work:
-    x = next(value for value in arguments.values() if isinstance(value, Tensor))
-    target, name = target_of(x), device(x)
-    dtype = next(text for text, value in DTYPES.items() if value == x.dtype)
-    key = op.launcher.key(**arguments)
-    source_hash = tuned.source_hash(Path(inspect.getfile(op.launcher.plan)))
+    x = _first_tensor(arguments)
+    target = target_of(x)
     if x.is_cuda and int(target.arch.removeprefix("sm_")) >= 90 and "pdl" in inspect.signature(op.reference).parameters:
         arguments = {**arguments, "pdl": True}  # how a captured network launches it there
-    known = None if force else tuned.load(op.name, name, source_hash).row(dtype, key)
     configs = op.launcher.candidates(target=target, **arguments)
     if candidates is not None:
         configs = (configs[0], *candidates)
-    configs = tuple({_tag(config): config for config in reversed(configs)}.values())[::-1]
-    if known is not None:
-        winner = tuned.build(type(configs[0]), known.config)
+    configs = tuple(dict.fromkeys(configs))
+    device, dtype, key = place
+    source_hash = tuned.source_hash(Path(inspect.getfile(op.launcher.plan)))
+    known = None if force else tuned.load(op.name, device, source_hash).row(dtype, key)
+    winner = None if known is None else tuned.build(type(configs[0]), known.config)
+    if known is not None and winner is not None:
         new = tuple(config for config in configs if _tag(config) not in known.tried)
-        if winner is None:
-            known = None
-        else:
-            configs = (winner, *new) if new else ()
-    requests = tuple(_request(op, arguments, config, target) for config in configs)
-    return _Work(arguments, name, dtype, key, source_hash, target, known, configs, requests)
+        configs = (winner, *new) if new else ()
+    else:
+        known = None
+    requests, refused = {}, {}
+    for config in configs:
+        try:
+            requests[config] = _request(op, arguments, config, target)
+        except ValueError as error:  # a config may suit some of the problems only
+            refused[_tag(config)] = str(error)
+    return _Work(arguments, place, source_hash, target, known, configs, requests, refused)
 
 
 def _tune_one(op: Op, work: _Work, outcomes: Sequence[str | None], backend: Backend) -> Row | None:
-    failed = {_tag(config): reason for config, reason in zip(work.configs, outcomes, strict=True) if reason}
+    failed = dict(work.refused)
+    failed |= {_tag(config): reason for config, reason in zip(work.requests, outcomes, strict=True) if reason}
     launches = _correct(op, work, failed)
+    device, dtype, key = work.place
     first = _tag(work.configs[0])
     if first not in launches:
-        _log.warning("%s %s: not tuned, the config to beat failed: %s", op.name, work.key, failed[first])
+        _log.warning("%s %s: not tuned, the config to beat failed: %s", op.name, key, failed[first])
         return None
     cost = op.cost(**_without_out(work.arguments))
     length = max(2, min(_CHAIN, _CHAIN_BYTES // max(1, cost.read_bytes + cost.write_bytes)))
@@ -172,14 +186,13 @@ def _tune_one(op: Op, work: _Work, outcomes: Sequence[str | None], backend: Back
     winner = ranked[0] if differs(finals[ranked[0]], finals[first]) else first
     others = [finals[tag].median_s for tag in ranked if tag != winner]
     tried = {tag: _rounded(timing.median_s / length) for tag, timing in {**timings, **finals}.items()}
-    config = next(config for config in work.configs if _tag(config) == winner)
     return Row(
         op=op.name,
         source_hash=work.source_hash,
-        device=work.device,
-        dtype=work.dtype,
-        key=work.key,
-        config=_values(config),
+        device=device,
+        dtype=dtype,
+        key=key,
+        config=next(_values(config) for config in work.configs if _tag(config) == winner),
         seconds=tried[winner],
         runner_up_seconds=_rounded(others[0] / length) if others else None,
         torch=torch.__version__,
@@ -192,22 +205,26 @@ def _tune_one(op: Op, work: _Work, outcomes: Sequence[str | None], backend: Back
 def _correct(op: Op, work: _Work, failed: dict[str, str]) -> dict[str, Launch]:
     """The launches whose output is right, all with one output tensor; adds the others' reasons to `failed`."""
     arguments = _without_out(work.arguments)
-    reference64, eager = op.reference(**to_float64(arguments)), op.reference(**arguments)
+    with torch.no_grad():
+        reference64, eager = op.reference(**to_float64(arguments)), op.reference(**arguments)
     # TF32 rounds operands to ten bits, which the fp32 of the tensors does not tell
     bound = inspect.signature(op.reference).bind(**arguments)
     bound.apply_defaults()
-    eps = TF32_EPS if work.dtype == "fp32" and bound.arguments.get("precision") == "tf32" else None
+    eps = TF32_EPS if eager.dtype == torch.float32 and bound.arguments.get("precision") == "tf32" else None
     launches: dict[str, Launch] = {}
-    output: Tensor | None = None
+    output = before = None
     for config in work.configs:
         tag = _tag(config)
         if tag in failed:
             continue
         launch = op.launcher.plan(config=config, target=work.target, **work.arguments)
-        output = launch.output if output is None else output
+        if output is None or before is None:
+            output = launch.output
+            in_place = any(t.data_ptr() == output.data_ptr() for t in arguments.values() if isinstance(t, Tensor))
+            # what a launch leaves unwritten must not be the right answer of the one before
+            before = output.clone() if in_place else torch.full_like(output, math.nan)
         launch = _writing(launch, output)
-        if not any(t.data_ptr() == output.data_ptr() for t in arguments.values() if isinstance(t, Tensor)):
-            output.fill_(float("nan"))  # what a launch leaves unwritten must not be the last one's right answer
+        output.copy_(before)
         try:
             launch.run()
             verdict = compare(output, reference64, eager, error_factor=op.error_factor, eps=eps)
@@ -260,6 +277,10 @@ def _writing(launch: Launch, output: Tensor) -> Launch:
 def _without_out(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What the op itself takes; `out` belongs to its launch."""
     return {name: value for name, value in arguments.items() if name != "out"}
+
+
+def _first_tensor(arguments: Mapping[str, Any]) -> Tensor:
+    return next(value for value in arguments.values() if isinstance(value, Tensor))
 
 
 def _values(config: Any) -> dict[str, tuned.Value]:

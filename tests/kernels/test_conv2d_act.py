@@ -300,8 +300,8 @@ def test_default_config_fills_the_gpu():
     assert count >= 132
     assert (config.block_m, config.block_n) == (128, 128)
     count, config = tiles(c=64, h=20, w=20, k=64, r=1, s=1)
-    assert (config.block_m, config.block_n) == (32, 16)
-    assert count == 13 * 4
+    assert (config.block_m, config.block_n, config.num_warps) == (16, 16, 2)
+    assert count == 25 * 4
 
 
 def test_invalid_configs_are_refused():

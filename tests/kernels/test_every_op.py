@@ -190,3 +190,14 @@ def test_launch_asks_for_dependent_launch_only_when_told():
         Launch(Recorder(), (3,), {"n": 1}, {"B": 2}, num_warps=4, num_stages=2, output=torch.zeros(1), pdl=pdl).run()
     plain = {"n": 1, "B": 2, "num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
     assert seen == [((3,), plain), ((3,), {**plain, "launch_pdl": True})]
+
+
+@pytest.mark.parametrize("op", [op for op in ALL if op.into is not None], ids=lambda op: op.name)
+def test_into_writes_the_same_values_into_its_slice_alone(op):
+    arguments = op.samples[0].arguments(torch.float32, DEVICE)
+    expected = op(**arguments)
+    n, c, h, w = expected.shape
+    buffer = torch.full((n, c + 24, h, w), 7.0, device=DEVICE).contiguous(memory_format=torch.channels_last)
+    op.into(buffer[:, 8 : 8 + c], **arguments)
+    assert torch.equal(buffer[:, 8 : 8 + c], expected)
+    assert (buffer[:, :8] == 7).all() and (buffer[:, 8 + c :] == 7).all()

@@ -55,7 +55,8 @@ class FusedKernel:
 
     @property
     def gemm(self) -> Gemm | None:
-        return self.anchor.gemm
+        """The anchor's; merged attention is two products with a softmax between, so it has none."""
+        return None if self.kind == "attention" else self.anchor.gemm
 
 
 def fuse(calls: Sequence[Call], *, results: frozenset[int] = frozenset()) -> tuple[FusedKernel, ...]:
@@ -110,20 +111,18 @@ class _Fusion:
 
     def place_(self, index: int) -> None:
         """Makes the call an index rule, a member of an earlier kernel, or a kernel."""
-        call = self.calls[index]
         if self._is_index_rule(index):
             self.program.set_rule_(index)
             return
-        affine = call.foldable and not self.trains
-        host = self._host(index) if call.cost is not None and (affine or call.kind in LIGHT_KINDS) else None
-        if host is not None and affine and self._folds(index, host):
+        host = self._host(index) if self._is_light(index) else None
+        if host is not None and self._folds(index, host):
             self.folded.add(index)
         self._put(index, index if host is None else host)
 
     def join_consumer_(self, kernel: int) -> None:
         """Lets a pointwise kernel be computed by its only consumer as that loads its operands."""
         consumer = self._only_consumer(kernel)
-        if kernel in self.members and self.calls[kernel].kind in LIGHT_KINDS and consumer is not None:
+        if kernel in self.members and self._is_light(kernel) and consumer is not None:
             self._merge(kernel, consumer)
 
     def merge_attention_(self, softmax: int) -> None:
@@ -179,6 +178,11 @@ class _Fusion:
         leaves = any(self._written(member, {kernel, consumer}) for member in members)
         return None if leaves or self.calls[consumer].cost is None else consumer
 
+    def _is_light(self, index: int) -> bool:
+        """Whether the call works element by element, so that it needs no kernel of its own."""
+        call = self.calls[index]
+        return call.cost is not None and (call.kind in LIGHT_KINDS or (call.foldable and not self.trains))
+
     def _is_index_rule(self, index: int) -> bool:
         call = self.calls[index]
         if call.op not in INDEX_RULES or len(call.outputs) != 1 or not call.inputs:
@@ -198,7 +202,7 @@ class _Fusion:
         host = max(kernels, default=None)
         if host is None:
             return None
-        anchors = [kernel for kernel in kernels if self.calls[kernel].kind not in LIGHT_KINDS]
+        anchors = [kernel for kernel in kernels if not self._is_light(kernel)]
         if anchors and host != max(anchors) and self._holds(index, max(anchors)):
             # Noise for a dropout mask, a broadcast constant: made later than the tensor it meets, but from nothing.
             host = max(anchors)
@@ -207,6 +211,7 @@ class _Fusion:
                 return None
             for kernel in absorbed:
                 self._merge(kernel, host)
+            return host
         return host if self._holds(index, host) and not self._sums_branches(index, host) else None
 
     def _holds(self, index: int, host: int) -> bool:
@@ -237,13 +242,15 @@ class _Fusion:
         others = {self.kernel_of[definer] for definer in made} - {host}
         independent = any(not self.waits.get(host, 0) >> other & 1 for other in others)
         readers = self.program.readers(self.program.writes[index][0])
-        return independent and len(readers) == 1 and self.calls[min(readers)].kind not in LIGHT_KINDS
+        return independent and len(readers) == 1 and not self._is_light(min(readers))
 
     def _folds(self, index: int, host: int) -> bool:
-        """A fixed batch norm right behind a convolution or matmul whose raw output nobody else reads."""
+        """Whether a fixed batch norm stands right behind a convolution whose raw output nobody else reads."""
+        if not self.calls[index].foldable:
+            return False
         value = self.program.reads[index][0][0]
-        anchor = self.calls[host]
-        linear = anchor.kind.startswith("conv") or anchor.kind in ("depthwise", "matmul")
+        kind = self.calls[host].kind
+        linear = kind.startswith("conv") or kind in ("depthwise", "matmul")
         return linear and value.definer == host and self.program.readers(value) == {index}
 
     def _cost(self, kernel: int, members: list[int]) -> Cost:

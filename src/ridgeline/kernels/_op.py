@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -101,6 +102,9 @@ class Op:
     samples: tuple[Sample, ...]
     dtypes: tuple[torch.dtype, ...]
     error_factor: float  # see numerics; above 2 only with the reason in the kernel's file
+    into: (
+        torch._ops.OpOverload | None
+    )  # the same with a first argument `out` that it writes; None where the kernel cannot
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs)
@@ -142,11 +146,14 @@ def define(
     dtypes: tuple[torch.dtype, ...],
     error_factor: float = 2.0,
     autograd: Autograd | None = None,
+    stores_into: bool = False,
 ) -> Op:
     """Register `call` as `ridgeline::<its name>` and return its Op.
 
     The fake kernel is the reference on fake tensors, restrided to channels-last, so meaning and shape cannot disagree.
-    The operator keeps its name through export and compile, and its inputs keep their strides.
+    The operator keeps its name through export and compile, and its inputs keep their strides. CPU tensors go to the
+    reference, unless Triton's interpreter runs the kernel. `stores_into` also registers `ridgeline::<name>_into`, whose
+    first argument `out` is handed to `plan`.
     """
     name = call.__name__
     # needs_exact_strides: Inductor would otherwise hand over whatever layout its neighbours prefer
@@ -156,6 +163,13 @@ def define(
     def _(*args: Any, **kwargs: Any) -> Tensor:
         y = reference(*args, **kwargs)
         return torch.empty_like(y, memory_format=torch.channels_last if y.dim() == 4 else torch.contiguous_format)
+
+    if not triton.knobs.runtime.interpret:
+
+        @op.register_kernel("cpu")
+        def _(*args: Any, **kwargs: Any) -> Tensor:
+            y = reference(*args, **kwargs)
+            return y.contiguous(memory_format=torch.channels_last) if y.dim() == 4 else y.contiguous()
 
     if autograd is not None:
         op.register_autograd(autograd.backward, setup_context=autograd.setup)
@@ -167,7 +181,34 @@ def define(
         return cost(*args, **kwargs).flops
 
     register_cost(packet, cost, kind=name)
-    return Op(name, op, reference, cost, launcher, samples, dtypes, error_factor)
+    into = _define_into(call, op, cost, launcher) if stores_into else None
+    return Op(name, op, reference, cost, launcher, samples, dtypes, error_factor, into)
+
+
+def _define_into(
+    call: Callable[..., Tensor], op: Callable[..., Tensor], cost: Callable[..., Cost], launcher: Launcher
+) -> torch._ops.OpOverload:
+    """Register the operator that writes its result into `out` and returns nothing."""
+    name = f"{call.__name__}_into"
+    schema = torch.library.infer_schema(call, mutates_args=())
+    schema = schema.replace("(", "(Tensor(a!) out, ", 1).replace(" -> Tensor", " -> ()")
+    parameters = inspect.signature(call)
+
+    def store(out: Tensor, *args: Any, **kwargs: Any) -> None:
+        arguments = parameters.bind(*args, **kwargs).arguments
+        if out.is_cuda or triton.knobs.runtime.interpret:
+            if out.numel():
+                launcher.plan(**arguments, out=out).run()
+        else:
+            out.copy_(op(**arguments))
+
+    into = torch.library.custom_op(
+        f"ridgeline::{name}", store, mutates_args=("out",), schema=schema, tags=(torch.Tag.needs_exact_strides,)
+    )
+    into.register_fake(lambda *_args, **_kwargs: None)
+    packet = getattr(torch.ops.ridgeline, name)
+    register_cost(packet, lambda _out, *args, **kwargs: cost(*args, **kwargs), kind=call.__name__)
+    return packet.default
 
 
 def typical_target(arch: str) -> Target:

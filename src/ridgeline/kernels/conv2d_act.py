@@ -7,6 +7,7 @@ residual  [N, K, HO, WO]  as x; added after the activation; may be x itself
 y         [N, K, HO, WO]  channels_last, dtype of x
 act       "silu" or "none"
 precision products of fp32 operands: "tf32" (tensor cores, 10 mantissa bits) or "ieee"; no effect on fp16 and bf16
+pdl       programmatic dependent launch (sm_90 and later): starts while its predecessor runs, and waits for it itself
 
 Accumulates in fp32; bias, activation and residual are applied in fp32 and rounded once. An empty batch gives an
 empty y. Raises ValueError or TypeError for any other layout, dtype or choice.
@@ -21,35 +22,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem, conv_forward, problem_of
-from ridgeline.kernels._nhwc import (
-    ACTIVATIONS,
-    activate,
-    check_map,
-    conv_sample,
-    empty_nhwc,
-    partly_shared,
-    pixel_pitch,
-    share_elements,
-    split_pixel,
-)
+from ridgeline.kernels._conv import FLOATS, INT32_ELEMENTS, ConvCall
+from ridgeline.kernels._nhwc import activate, conv_sample, split_pixel
 from ridgeline.kernels._op import Launch, Launcher, Target, check_launchable, define, target_of
 
 PRECISIONS = ("tf32", "ieee")
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_INT32_ELEMENTS = 2**31
-_MAX_ACCUMULATORS = (
-    64  # fp32 a thread; at 128 the gather's pointers no longer fit beside them, measured by spills on sm_90
-)
+_MAX_ACCUMULATORS = 64  # fp32 a thread; at 128 the gather's pointers no longer fit beside them: spills on sm_90
 
 
 def reference(
@@ -62,6 +51,7 @@ def reference(
     padding: Sequence[int],
     act: str = "silu",
     precision: str = "tf32",  # noqa: ARG001 - a choice of arithmetic, not of meaning
+    pdl: bool = False,  # noqa: ARG001 - a choice of scheduling
 ) -> Tensor:
     y = F.conv2d(x, weight, None if bias is None else bias.to(x.dtype), stride, padding)
     if act == "silu":
@@ -79,6 +69,7 @@ def cost(
     padding: Sequence[int],
     act: str = "silu",  # noqa: ARG001
     precision: str = "tf32",
+    pdl: bool = False,  # noqa: ARG001
 ) -> Cost:
     """The FLOPs of the matrix product, as for a plain convolution: the epilogue rides on it."""
     conv = conv_forward(problem_of(x, weight, stride, padding, (1, 1), 1), x.dtype)
@@ -95,9 +86,11 @@ def conv2d_act_kernel(  # noqa: ANN201
     HO: tl.constexpr, WO: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
     PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     X_PITCH: tl.constexpr, RESIDUAL_PITCH: tl.constexpr, Y_PITCH: tl.constexpr, ACT: tl.constexpr,
-    PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
     # Neighbouring programs share their pixels: x comes from DRAM once, and from L2 for each further block of channels.
     channel_tiles: tl.constexpr = (K + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0)
@@ -118,6 +111,11 @@ def conv2d_act_kernel(  # noqa: ANN201
     weight_row = weight_ptr + n * (R * S * C)
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if bias_ptr is not None:
+        bias_n = tl.load(bias_ptr + n, mask=valid_n, other=0.0).to(tl.float32)
+    if PDL:
+        # below this line stand all reads of what the predecessor wrote, and the only write
+        gdc_wait()
     for step in range(0, (R * S * C + BLOCK_K - 1) // BLOCK_K):
         # weight is packed in the order of the reduction, so its offset needs no taps
         reduction = step * BLOCK_K + k
@@ -149,7 +147,7 @@ def conv2d_act_kernel(  # noqa: ANN201
         acc = tl.dot(a_mk, b_kn, acc, input_precision=PRECISION)
 
     if bias_ptr is not None:
-        acc += tl.load(bias_ptr + n, mask=valid_n, other=0.0).to(tl.float32)[None, :]
+        acc += bias_n[None, :]
     acc = activate(acc, ACT)
     valid_y = valid_m[:, None] & valid_n[None, :]
     if residual_ptr is not None:
@@ -158,78 +156,29 @@ def conv2d_act_kernel(  # noqa: ANN201
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One call, checked. `out` is where y goes, channels_last or a channel slice of it; None: not allocated yet."""
+class Problem(ConvCall):
+    """One call of this op, checked."""
 
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
-    residual: Tensor | None = None
-    stride: Sequence[int] = (1, 1)
-    padding: Sequence[int] = (0, 0)
-    act: str = "silu"
+    name = "conv2d_act"
+
     precision: str = "tf32"
-    out: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        x, weight, bias = self.x, self.weight, self.bias
-        if x.dim() != 4 or weight.dim() != 4:
-            _refuse(f"x and weight must have 4 axes, got shapes {tuple(x.shape)} and {tuple(weight.shape)}")
-        if x.dtype not in FLOATS or weight.dtype != x.dtype:
-            _refuse(f"x and weight must share one of fp32, fp16, bf16, got {x.dtype} and {weight.dtype}", TypeError)
-        if weight.shape[1] != x.shape[1] or 0 in weight.shape:
-            _refuse(f"groups must be 1: weight {tuple(weight.shape)} must have the {x.shape[1]} channels of x")
-        if self.act not in ACTIVATIONS:
-            _refuse(f"act must be one of {', '.join(ACTIVATIONS)}, got {self.act!r}")
+    def check_weight(self) -> None:
+        weight, channels = self.weight, self.x.shape[1]
         if self.precision not in PRECISIONS:
-            _refuse(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
-        if len(self.stride) != 2 or min(self.stride) < 1:
-            _refuse(f"stride must be two numbers of at least 1, got {tuple(self.stride)}")
-        if len(self.padding) != 2 or min(self.padding) < 0:
-            _refuse(f"padding must be two numbers of at least 0, got {tuple(self.padding)}")
-        if not weight.is_contiguous(memory_format=torch.channels_last) or weight.numel() >= _INT32_ELEMENTS:
-            _refuse(
+            self.refuse(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        if weight.shape[1] != channels or 0 in weight.shape:
+            self.refuse(f"groups must be 1: weight {tuple(weight.shape)} must have the {channels} channels of x")
+        if not weight.is_contiguous(memory_format=torch.channels_last) or weight.numel() >= INT32_ELEMENTS:
+            self.refuse(
                 f"weight must be channels_last with less than 2^31 elements, got strides {weight.stride()} "
                 f"for shape {tuple(weight.shape)}: use .contiguous(memory_format=torch.channels_last)"
             )
-        if bias is not None and not (
-            bias.shape == weight.shape[:1] and bias.is_contiguous() and bias.dtype in (torch.float32, x.dtype)
-        ):
-            _refuse(
-                f"bias must be contiguous, of shape ({weight.shape[0]},) and float32 or {x.dtype}, "
-                f"got {tuple(bias.shape)}, strides {bias.stride()}, {bias.dtype}"
-            )
-        check_map("conv2d_act", "x", x, like=x, shape=tuple(x.shape))
-        for name, tensor in (("residual", self.residual), ("out", self.out)):
-            if tensor is not None:
-                check_map("conv2d_act", name, tensor, like=x, shape=self.out_shape)
-        if self.out is not None and share_elements(self.out, x):
-            _refuse("out must not share memory with x: other programs still read what would be written")
-        if self.out is not None and self.residual is not None and partly_shared(self.out, self.residual):
-            _refuse("out must be the residual itself or share no memory with it, got shifted channels of one buffer")
-        for name, tensor in (("weight", weight), ("bias", bias), ("residual", self.residual), ("out", self.out)):
-            if tensor is not None and tensor.device != x.device:
-                _refuse(f"{name} must be on {x.device} like x, got {tensor.device}")
-
-    @property
-    def conv(self) -> ConvProblem:
-        return problem_of(self.x, self.weight, self.stride, self.padding, (1, 1), 1)
-
-    @property
-    def out_shape(self) -> tuple[int, int, int, int]:
-        conv = self.conv
-        return conv.n, conv.k, conv.oh, conv.ow
 
     @property
     def on_cuda_cores(self) -> bool:
         """No tensor core multiplies fp32 without rounding it first."""
         return self.x.dtype == torch.float32 and self.precision == "ieee"
-
-    @property
-    def pixels(self) -> int:
-        """Rows of the GEMM."""
-        conv = self.conv
-        return conv.n * conv.oh * conv.ow
 
 
 @dataclass(frozen=True)
@@ -265,7 +214,9 @@ def default_config(problem: Problem, target: Target) -> Config:
     # a second stage hides the first load of a short reduction; more than its steps would only take shared memory
     deepest = min(4, max(2, -(-conv.c * conv.taps // block_k)))
     stages = range(deepest, 0, -1)
-    configs = (Config(block_m, block_n, block_k, 8 if block_m * block_n > 64 * 128 else 4, s) for s in stages)
+    area = block_m * block_n
+    num_warps = 8 if area > 64 * 128 else 4 if area > 1024 else 2
+    configs = (Config(block_m, block_n, block_k, num_warps, s) for s in stages)
     return next(config for config in configs if config.is_valid(problem, target))
 
 
@@ -275,10 +226,11 @@ def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Confi
     conv, target = problem.conv, target or target_of(problem.x)
     default = default_config(problem, target)
     widest, block_k = _widest(conv), default.block_k
-    tiles = [(m, n) for m, n in product((32, 64, 128), (16, 32, 64, 128)) if min(32, widest) <= n <= widest]
+    tiles = [(m, n) for m, n in product((16, 32, 64, 128), (16, 32, 64, 128)) if min(32, widest) <= n <= widest]
     # nearest to one tile a multiprocessor first: fewer leave some idle, more and smaller ones reload the same operands
     tiles.sort(key=lambda mn: abs(math.log2(max(_tiles(problem, *mn), 1) / target.sm_count)))
-    variants = ((block_k, 4, 4), (block_k, 8, 4), (2 * block_k, 4, 3), (block_k, 4, 2), (block_k // 2, 4, 5))
+    variants = [(block_k, 4, 4), (block_k, 2, 4), (block_k, 4, 2), (2 * block_k, 4, 3), (block_k, 8, 4)]
+    variants += [(block_k, 2, 2), (2 * block_k, 2, 3), (block_k // 2, 4, 4), (block_k, 4, 3), (block_k, 1, 4)]
     ranked = sorted(product(enumerate(tiles), enumerate(variants)), key=lambda pair: pair[0][0] + pair[1][0])
     tried = [Config(m, n, k, num_warps, num_stages) for (_, (m, n)), (_, (k, num_warps, num_stages)) in ranked]
     return (default, *(c for c in tried if c != default and c.is_valid(problem, target)))
@@ -291,33 +243,23 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
     config = config or default_config(problem, target)
     if not config.is_valid(problem, target):
         raise ValueError(f"conv2d_act: {config} is not valid for {conv} on {target.arch}")
-    y = empty_nhwc(problem.out_shape, like=problem.x) if problem.out is None else problem.out
-    maps = {"x": problem.x, "residual": problem.residual, "y": y}
-    pitches = {name: 0 if t is None else pixel_pitch(t) or 0 for name, t in maps.items()}
-    extents = [t.shape[0] * t.shape[2] * t.shape[3] * pitches[name] for name, t in maps.items() if t is not None]
-    constants = {
-        "C": conv.c, "H": conv.image[0], "W": conv.image[1], "K": conv.k, "R": conv.filter[0], "S": conv.filter[1],
-        "HO": conv.oh, "WO": conv.ow, "STRIDE_H": problem.stride[0], "STRIDE_W": problem.stride[1],
-        "PAD_H": problem.padding[0], "PAD_W": problem.padding[1],
-        "X_PITCH": pitches["x"], "RESIDUAL_PITCH": pitches["residual"], "Y_PITCH": pitches["y"],
-        "ACT": problem.act, "PRECISION": problem.precision, "WIDE": max(extents) >= _INT32_ELEMENTS,
-        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
-    }  # fmt: skip
+    y = problem.output()
     return Launch(
         kernel=conv2d_act_kernel,
         grid=(_tiles(problem, config.block_m, config.block_n),),
-        arguments={
-            "x_ptr": problem.x,
-            "weight_ptr": problem.weight,
-            "bias_ptr": problem.bias,
-            "residual_ptr": problem.residual,
-            "y_ptr": y,
-            "pixels": problem.pixels,
+        arguments=problem.arguments(y),
+        constants={
+            **problem.constants(y),
+            "K": conv.k,
+            "PRECISION": problem.precision,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_K": config.block_k,
         },
-        constants=constants,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         output=y,
+        pdl=problem.pdl,
     )
 
 
@@ -331,8 +273,9 @@ def conv2d_act(
     padding: Sequence[int],
     act: str = "silu",
     precision: str = "tf32",
+    pdl: bool = False,
 ) -> Tensor:
-    choices = {"stride": stride, "padding": padding, "act": act, "precision": precision}
+    choices = {"stride": stride, "padding": padding, "act": act, "precision": precision, "pdl": pdl}
     launch = plan(x=x, weight=weight, bias=bias, residual=residual, **choices)
     if launch.output.numel():
         check_launchable("conv2d_act", conv2d_act_kernel, x)
@@ -341,7 +284,7 @@ def conv2d_act(
 
 
 # 64 rows and 4 warps are the least that sm_90's wgmma takes; narrower tiles run on mma.sync.
-_TILES = ((128, 128), (128, 64), (64, 64), (128, 32), (64, 32), (32, 32), (64, 16), (32, 16))
+_TILES = ((128, 128), (128, 64), (64, 64), (128, 32), (64, 32), (32, 32), (64, 16), (32, 16), (16, 32), (16, 16))
 
 
 def _tiles(problem: Problem, block_m: int, block_n: int) -> int:
@@ -368,10 +311,6 @@ def _next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _refuse(text: str, kind: type[Exception] = ValueError) -> NoReturn:
-    raise kind(f"conv2d_act: {text}")
-
-
 SAMPLES = (
     conv_sample("3x3 with padding, C a multiple of the tile", (1, 32, 7, 6), (32, 3, 3)),
     conv_sample("1x1, two images, residual", (2, 32, 5, 5), (24, 1, 1), residual=True),
@@ -394,5 +333,11 @@ SAMPLES = (
 )
 
 OP = define(
-    conv2d_act, reference=reference, cost=cost, launcher=Launcher(plan, candidates), samples=SAMPLES, dtypes=FLOATS
+    conv2d_act,
+    reference=reference,
+    cost=cost,
+    launcher=Launcher(plan, candidates),
+    samples=SAMPLES,
+    dtypes=FLOATS,
+    stores_into=True,
 )

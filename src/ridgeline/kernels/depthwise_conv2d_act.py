@@ -11,9 +11,8 @@ pdl       programmatic dependent launch: the kernel reads its filter while its p
 Products and sums in fp32; bias, activation and residual are applied in fp32 and rounded once. An empty batch gives an
 empty y. Raises ValueError or TypeError for any other layout, dtype or choice.
 
-A filter of R·S taps does R·S multiply-adds per element it loads: no matrix unit helps, and the bound is bandwidth. A
-program takes a run of pixels and a block of channels; a thread owns adjacent channels, so that loads are 16 bytes
-wide, and the R·S-fold reuse of x is left to the L1 cache.
+With R·S multiply-adds an element no matrix unit helps, and the bound is bandwidth. A program takes a run of pixels and
+a block of channels; a thread owns adjacent channels, so that loads are 16 bytes wide, and leaves the reuse of x to L1.
 """
 
 from __future__ import annotations
@@ -180,10 +179,9 @@ class Problem:
             _refuse(f"weight must be [{x.shape[1]}, 1, R, S] like the channels of x, got {tuple(weight.shape)}")
         if self.act not in ACTIVATIONS:
             _refuse(f"act must be one of {', '.join(ACTIVATIONS)}, got {self.act!r}")
-        if len(self.stride) != 2 or min(self.stride) < 1:
-            _refuse(f"stride must be two numbers of at least 1, got {tuple(self.stride)}")
-        if len(self.padding) != 2 or min(self.padding) < 0:
-            _refuse(f"padding must be two numbers of at least 0, got {tuple(self.padding)}")
+        for name, pair, least in (("stride", self.stride, 1), ("padding", self.padding, 0)):
+            if len(pair) != 2 or min(pair) < least:
+                _refuse(f"{name} must be two numbers of at least {least}, got {tuple(pair)}")
         if not is_packed(weight):
             _refuse(f"weight must be stored as [R, S, C], got strides {weight.stride()}: use depthwise_conv2d_act.pack")
         check_bias("depthwise_conv2d_act", bias, x.shape[1], x.dtype)
@@ -208,8 +206,7 @@ class Problem:
 
     @property
     def pixels(self) -> int:
-        conv = self.conv
-        return conv.n * conv.oh * conv.ow
+        return self.out_shape[0] * self.out_shape[2] * self.out_shape[3]
 
 
 @dataclass(frozen=True)
@@ -272,31 +269,18 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
             "pixels": problem.pixels,
         },
         constants={
-            "C": conv.c,
-            "H": conv.image[0],
-            "W": conv.image[1],
-            "R": conv.filter[0],
-            "S": conv.filter[1],
-            "HO": conv.oh,
-            "WO": conv.ow,
-            "STRIDE_H": problem.stride[0],
-            "STRIDE_W": problem.stride[1],
-            "PAD_H": problem.padding[0],
-            "PAD_W": problem.padding[1],
-            "X_PITCH": pitches["x"],
-            "RESIDUAL_PITCH": pitches["residual"],
-            "Y_PITCH": pitches["y"],
-            "ACT": problem.act,
-            "WIDE": max(extents) >= _INT32_ELEMENTS,
-            "PDL": problem.pdl,
-            "BLOCK_M": config.block_m,
-            "BLOCK_C": config.block_c,
+            "C": conv.c, "H": conv.image[0], "W": conv.image[1], "R": conv.filter[0], "S": conv.filter[1],
+            "HO": conv.oh, "WO": conv.ow, "STRIDE_H": problem.stride[0], "STRIDE_W": problem.stride[1],
+            "PAD_H": problem.padding[0], "PAD_W": problem.padding[1],
+            "X_PITCH": pitches["x"], "RESIDUAL_PITCH": pitches["residual"], "Y_PITCH": pitches["y"],
+            "ACT": problem.act, "WIDE": max(extents) >= _INT32_ELEMENTS, "PDL": problem.pdl,
+            "BLOCK_M": config.block_m, "BLOCK_C": config.block_c,
         },
         num_warps=config.num_warps,
         num_stages=1,
         pdl=problem.pdl,
         output=y,
-    )
+    )  # fmt: skip
 
 
 def depthwise_conv2d_act(
@@ -335,9 +319,9 @@ def _block_c(problem: Problem) -> int:
 
 def check_bias(op: str, bias: Tensor | None, channels: int, dtype: torch.dtype) -> None:
     """Refuse a bias that is not one adjacent fp32 or `dtype` value a channel."""
-    if bias is None:
-        return
-    if tuple(bias.shape) != (channels,) or not bias.is_contiguous() or bias.dtype not in (torch.float32, dtype):
+    if bias is not None and not (
+        tuple(bias.shape) == (channels,) and bias.is_contiguous() and bias.dtype in (torch.float32, dtype)
+    ):
         raise ValueError(
             f"{op}: bias must be contiguous, of shape ({channels},) and float32 or {dtype}, "
             f"got {tuple(bias.shape)}, strides {bias.stride()}, {bias.dtype}"
@@ -345,6 +329,7 @@ def check_bias(op: str, bias: Tensor | None, channels: int, dtype: torch.dtype) 
 
 
 def check_device(op: str, x: Tensor, **others: Tensor | None) -> None:
+    """Refuse tensors that do not live beside x."""
     for name, tensor in others.items():
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{op}: {name} must be on {x.device} like x, got {tensor.device}")
@@ -389,7 +374,6 @@ SAMPLES = (
     _sample("YOLO26n 80x80x80", (1, 80, 80, 80), real_size=True),
     _sample("YOLO26n 80x80x64", (1, 64, 80, 80), real_size=True),
     _sample("YOLO26n 40x40x128", (1, 128, 40, 40), real_size=True),
-    _sample("YOLO26n 40x40x80", (1, 80, 40, 40), real_size=True),
     _sample("YOLO26n 20x20x256", (1, 256, 20, 20), real_size=True),
     _sample("YOLO26n 20x20x80", (1, 80, 20, 20), real_size=True),
 )

@@ -9,9 +9,7 @@ from torch import fx
 
 from ridgeline.rewrites import (
     fold_batch_norm,
-    fuse_attention,
     fuse_conv_act,
-    fuse_detect,
     fuse_max_pools,
     fuse_upsample_concat,
     merge_siblings,
@@ -29,8 +27,6 @@ class Rewrite:
 
 PIPELINE = (
     Rewrite("fold_batch_norm", fold_batch_norm.apply),
-    Rewrite("fuse_attention", fuse_attention.apply),
-    Rewrite("fuse_detect", fuse_detect.apply),
     Rewrite("fuse_max_pools", fuse_max_pools.apply),
     Rewrite("fuse_conv_act", fuse_conv_act.apply),
     Rewrite("merge_siblings", merge_siblings.apply),

@@ -77,12 +77,16 @@ def same(pattern: Any, node: Any, bound: dict[fx.Node, fx.Node]) -> bool:
         bound[pattern] = node
         return True
     if isinstance(pattern, (list, tuple)):
-        return isinstance(node, (list, tuple)) and len(pattern) == len(node) and all(
-            same(p, n, bound) for p, n in zip(pattern, node, strict=True)
+        return (
+            isinstance(node, (list, tuple))
+            and len(pattern) == len(node)
+            and all(same(p, n, bound) for p, n in zip(pattern, node, strict=True))
         )
     if isinstance(pattern, dict):
-        return isinstance(node, dict) and pattern.keys() == node.keys() and all(
-            same(pattern[key], node[key], bound) for key in pattern
+        return (
+            isinstance(node, dict)
+            and pattern.keys() == node.keys()
+            and all(same(pattern[key], node[key], bound) for key in pattern)
         )
     return type(pattern) is type(node) and pattern == node
 

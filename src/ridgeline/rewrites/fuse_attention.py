@@ -67,7 +67,7 @@ def _match(graph_module: fx.GraphModule, add: fx.Node) -> tuple[fx.Node, fx.Node
         return None
     heads = value(split.args[0]).shape[1]
     weight, bias = position.args[1], argument(position, 2)
-    same = [3, 3] == list(value(weight).shape[2:]) and argument(position, 3) == argument(position, 4) == [1, 1]
+    same = list(value(weight).shape[2:]) == [3, 3] and argument(position, 3) == argument(position, 4) == [1, 1]
     depthwise = argument(position, 6, 1) == value(add).shape[1] == heads * channels
     constants = constant(graph_module, weight) is not None and constant(graph_module, bias) is not None
     private = all(len(node.users) == 1 for node in (logits, scores, softmax, weights, product, position, q, k))

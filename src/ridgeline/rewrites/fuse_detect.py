@@ -63,7 +63,9 @@ def _agree(maps: list[fx.Node]) -> bool:
 
 def _replace(graph_module: fx.GraphModule, boxes: fx.Node, logits: fx.Node, maps: list[fx.Node]) -> bool:
     height, width = (int(side) * STRIDES[0] for side in value(maps[0]).shape[2:])
-    examples = [torch.empty(value(node).shape, dtype=value(node).dtype, device=value(node).device) for node in (boxes, logits)]
+    examples = [
+        torch.empty(value(node).shape, dtype=value(node).dtype, device=value(node).device) for node in (boxes, logits)
+    ]
     pattern = export(_Reference(height, width).eval(), examples)
     *_, output = pattern.graph.nodes
     placeholders = [node for node in pattern.graph.nodes if node.op == "placeholder"]

@@ -21,14 +21,14 @@ def apply(graph_module: fx.GraphModule) -> int:
         first, *pools = cat.args[0]
         if argument(cat, 1, 0) != 1 or not pools or any(pool.target is not _aten.max_pool2d.default for pool in pools):
             continue
-        kernel = _same_size(pools[0])
+        size = _same_size(pools[0])
         sources = [first, *pools[:-1]]
         chained = all(pool.args[0] is source for pool, source in zip(pools, sources, strict=True))
-        if kernel is None or not chained or any(pool.args[1:] != pools[0].args[1:] for pool in pools):
+        if size is None or not chained or any(pool.args[1:] != pools[0].args[1:] for pool in pools):
             continue
         with graph_module.graph.inserting_before(cat):
             fused = graph_module.graph.call_function(
-                max_pool_chain.OP.overload, (first,), {"kernel": kernel, "count": len(pools)}
+                max_pool_chain.OP.overload, (first,), {"size": size, "count": len(pools)}
             )
         replace(cat, fused)
         sites += 1
@@ -38,6 +38,8 @@ def apply(graph_module: fx.GraphModule) -> int:
 
 def _same_size(pool: fx.Node) -> int | None:
     """The window of a stride-1 pool that keeps the map's size; None for any other."""
-    kernel, stride, padding = (list(argument(pool, index, default)) for index, default in ((1, ()), (2, ()), (3, (0, 0))))
+    kernel, stride, padding = (
+        list(argument(pool, index, default)) for index, default in ((1, ()), (2, ()), (3, (0, 0)))
+    )
     square = len(set(kernel)) == 1 and kernel[0] % 2 == 1 and set(stride) == {1} and set(padding) == {kernel[0] // 2}
     return kernel[0] if square and len(pool.args) <= 4 else None

@@ -107,7 +107,7 @@ def _store(graph_module: fx.GraphModule, node: fx.Node, buffer: fx.Node, start: 
     with graph_module.graph.inserting_before(node):
         view = graph_module.graph.call_function(_aten.slice.Tensor, (buffer, 1, start, stop))
         view.meta["val"] = value(buffer)[:, start:stop]
-        into = graph_module.graph.call_function(_INTO[node.target], node.args, {**node.kwargs, "out": view})
+        into = graph_module.graph.call_function(_INTO[node.target], (view, *node.args), dict(node.kwargs))
     into.meta.update({key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta})
     node.replace_all_uses_with(view)
     graph_module.graph.erase_node(node)
@@ -160,4 +160,3 @@ def _name_slices(graph_module: fx.GraphModule) -> None:
             part.meta.update(user.meta)
             part.meta["val"] = value(node.args[0])[:, starts[index] : starts[index + 1]]
             user.replace_all_uses_with(part)
-

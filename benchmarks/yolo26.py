@@ -1,0 +1,134 @@
+"""Time YOLO26 at batch 1, image tensor to 300 detections, as ridgeline compiles it and as PyTorch runs it.
+
+    python benchmarks/yolo26.py --scale n --dtype fp16 --out benchmarks/results/yolo26.jsonl
+
+Every stack is checked against float64 before it is timed; all are timed interleaved in one process, as one CUDA graph
+each, with a warm and with a cold L2. Weights are seeded random ones unless --weights names a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import _rows
+from ridgeline import compiler, units
+from ridgeline.cudagraph import capture
+from ridgeline.errors import RidgelineError
+from ridgeline.models.weights import yolo26_from
+from ridgeline.models.yolo26 import SCALES, YOLO26, fuse, randomise_
+from ridgeline.recipe import Recipe
+from ridgeline.timing import time_many
+from ridgeline.verifier import detection_errors
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--scale", nargs="+", choices=SCALES, default=["n"])
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["fp16"])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--weights", type=Path, help="an official checkpoint of the one --scale")
+    parser.add_argument("--image", type=Path, help="a letterboxed image [3, H, W] as a .pt tensor; default: noise")
+    parser.add_argument(
+        "--inductor", action="store_true", help="also time torch.compile(mode='max-autotune') (minutes)"
+    )
+    parser.add_argument("--out", type=Path, help="append rows to this JSONL file")
+    a = parser.parse_args()
+    try:
+        where = _rows.machine()
+        rows = []
+        for scale in a.scale:
+            model = fuse(randomise_(YOLO26(scale))) if a.weights is None else yolo26_from(a.weights)
+            for dtype in a.dtype:
+                rows += bench(model.cuda(), dtype, a, where)
+    except RidgelineError as error:
+        print(f"benchmarks/yolo26.py: {error}", file=sys.stderr)
+        return error.exit_code
+    if a.out:
+        _rows.append(a.out, rows)
+    return 0
+
+
+def bench(model: YOLO26, dtype: str, a: argparse.Namespace, where: _rows.Machine) -> list[_rows.Row]:
+    """Check and time one scale in one dtype; prints a line a stack, returns its rows."""
+    tf32 = dtype == "tf32"
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
+    generator = torch.Generator("cuda").manual_seed(0)
+    if a.image:
+        image = torch.load(a.image, weights_only=True).cuda()[None].expand(a.batch, -1, -1, -1)
+    else:
+        image = torch.rand((a.batch, 3, 640, 640), device="cuda", generator=generator)
+    x = image.to(DTYPES[dtype]).contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        reference = copy.deepcopy(model).double()(image.double())
+    recipes = recipe_variants(dtype)
+    stacks: dict[str, Callable[[], torch.Tensor]] = {}
+    launches = {}
+    for name, recipe in recipes.items():
+        compiled = compiler.compile(model, x, recipe)
+        graph = compiled.graph(x)
+        launches[name] = {"launches": graph.launches, "interior": len(graph.interior), "foreign": dict(graph.foreign)}
+        stacks[name] = compiled.replayer(x)
+    eager = copy.deepcopy(model).to(DTYPES[dtype])
+    for name, layout in (("eager NCHW", torch.contiguous_format), ("eager NHWC", torch.channels_last)):
+        twin = copy.deepcopy(eager).to(memory_format=layout)
+        stacks[name] = _graph(twin, x.contiguous(memory_format=layout))
+    if a.inductor:
+        tuned = torch.compile(
+            copy.deepcopy(eager).to(memory_format=torch.channels_last), mode="max-autotune-no-cudagraphs"
+        )
+        stacks["torch.compile max-autotune"] = _graph(tuned, x)
+    errors = {name: detection_errors(run().clone(), reference) for name, run in stacks.items()}
+    rows = []
+    for l2 in ("warm", "cold"):
+        for name, timing in time_many(stacks, l2=l2, repeats=100).items():
+            ours, error = name in recipes, errors[name]
+            extra = {**launches.get(name, {}), "score_error": error.score, "box_error_px": error.box_px}
+            described = {
+                "subject": f"yolo26{model.scale}",
+                "stack": "ridgeline" if ours else name.split()[0],
+                "stack_version": where.commit if ours else torch.__version__,
+                "shape": f"{a.batch}x3x640x640",
+            }
+            row = _rows.row(
+                where, timing, recipe=name, dtype=dtype, batch=a.batch, region="model", extra=extra, **described
+            )
+            rows.append(row)
+            print(_line(row), flush=True)
+    return rows
+
+
+def _line(row: _rows.Row) -> str:
+    assert row.median_s is not None and row.p90_s is not None
+    return (
+        f"{row.subject} {row.dtype} batch {row.batch}  {row.recipe:<28} L2 {row.l2:<5} "
+        f"{units.seconds(row.median_s):>9}  p90 {units.seconds(row.p90_s):>9}  {row.extra}"
+    )
+
+
+def recipe_variants(dtype: str) -> dict[str, Recipe]:
+    """The default recipe and the same without programmatic dependent launch."""
+    base = {"fp16": ("fp16", "tf32"), "bf16": ("bf16", "tf32"), "tf32": ("fp32", "tf32"), "fp32": ("fp32", "ieee")}[
+        dtype
+    ]
+    return {
+        "compile": Recipe(dtype=base[0], precision=base[1]),
+        "compile, no PDL": Recipe(dtype=base[0], precision=base[1], pdl=False),
+    }
+
+
+def _graph(model: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    with torch.no_grad():
+        return capture(model, (x,)).replay
+
+
+if __name__ == "__main__":
+    sys.exit(main())

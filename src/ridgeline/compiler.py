@@ -1,0 +1,207 @@
+"""compile: export, rewrite into fused kernels, capture in one CUDA graph a signature, verify against the original."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ridgeline.cudagraph import Captured, capture
+from ridgeline.errors import NotEngaged, UsageError, VerificationFailed
+from ridgeline.graph import Finding, export, interior, is_view
+from ridgeline.kernels import ALL
+from ridgeline.recipe import Recipe
+from ridgeline.rewrites import PIPELINE
+from ridgeline.verifier import Agreement, agree
+
+_log = logging.getLogger(__name__)
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_PDL_CAPABILITY = (9, 0)
+_KERNELS = {overload: op for op in ALL for overload in (op.overload, op.into) if overload is not None}
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What a graph became: how often each rewrite fired, the kernels left, and what still stands between them."""
+
+    sites: tuple[tuple[str, int], ...]
+    kernels: tuple[tuple[str, int], ...]  # ridgeline ops and how often each is launched
+    foreign: tuple[tuple[str, int], ...]  # everything else that computes: left to PyTorch
+    interior: tuple[Finding, ...]
+
+    @property
+    def launches(self) -> int:
+        return sum(count for _, count in self.kernels)
+
+    def lines(self) -> list[str]:
+        rows = [f"rewrite {name}: {count} sites" for name, count in self.sites]
+        rows += [f"kernel {name}: {count}" for name, count in self.kernels]
+        rows += [f"left to PyTorch, {name}: {count}" for name, count in self.foreign]
+        return rows + [f"{finding.what} inside: {finding.node}, {finding.where}" for finding in self.interior]
+
+
+class Compiled:
+    """The compiled module: call it like the original, with tensors of the example's shape, dtype and device.
+
+    One CUDA graph a signature; a call copies inputs into static buffers and replays. What it returns are those
+    buffers: the next call overwrites them, so clone what must live longer.
+    """
+
+    def __init__(self, module: nn.Module, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.agreement: Agreement | None = None
+        self._module = module
+        self._weights = _fingerprint(module)
+        self._built: dict[tuple, tuple[Graph, Callable[..., Any]]] = {}
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        self._check_weights()
+        with torch.no_grad():
+            return self._runner(inputs)(*inputs)
+
+    def graph(self, *inputs: Tensor) -> Graph:
+        """What was built for inputs of this signature."""
+        self._runner(inputs)
+        return self._built[_signature(inputs)][0]
+
+    def replayer(self, *inputs: Tensor) -> Callable[[], Any]:
+        """A call without arguments that replays the graph of these inputs: what a benchmark times."""
+        self(*inputs)
+        runner = self._runner(inputs)
+        return runner if isinstance(runner, _Replay) else lambda: runner(*inputs)
+
+    def _runner(self, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        key = _signature(inputs)
+        if key not in self._built:
+            graph_module, graph = lower(self._module, inputs, self.recipe)
+            self._built[key] = (graph, _runner(graph_module, graph, inputs, self.recipe))
+        return self._built[key][1]
+
+    def _check_weights(self) -> None:
+        if _fingerprint(self._module) != self._weights:
+            raise UsageError(
+                "the module's weights or mode changed after compile, which replays the old ones: compile it again"
+            )
+
+
+def compile(  # noqa: A001 - the verb's name, always used as ridgeline.compile
+    module: nn.Module, inputs: Tensor | Sequence[Tensor], recipe: Recipe | None = None, *, verify: bool = True
+) -> Compiled:
+    """A callable with the module's results and fewer, fused kernels.
+
+    inputs   example arguments; shapes, dtypes and device are those it will be called with
+    verify   compare with the untouched module on the examples; raises VerificationFailed, naming the first rewrite
+             that breaks the limit
+    Raises NotEngaged where the module cannot be exported or captured, and the reason.
+    """
+    recipe = recipe or Recipe()
+    examples = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    if module.training:
+        raise UsageError("compile: the module is in training mode; call .eval() first, or use compile_step to train")
+    compiled = Compiled(module, recipe)
+    out = compiled(*examples)
+    if verify:
+        compiled.agreement = agree(module, examples, out, recipe)
+        if not compiled.agreement.passed:
+            raise VerificationFailed(f"compile: {compiled.agreement.reason}; {_blame(module, examples, recipe)}")
+    return compiled
+
+
+def lower(module: nn.Module, inputs: Sequence[Tensor], recipe: Recipe) -> tuple[fx.GraphModule, Graph]:
+    """The module as a graph of fused kernels in the recipe's dtype, not yet captured; `module` is untouched."""
+    dtype = _DTYPES[recipe.dtype]
+    prepared = _inference_copy(module).to(dtype=dtype).to(memory_format=torch.channels_last)
+    graph_module = export(prepared, [cast(tensor, dtype) for tensor in inputs])
+    sites = [(r.name, r.apply(graph_module)) for r in PIPELINE if r.name in recipe.rewrites]
+    _choose(graph_module, recipe, inputs[0].device)
+    return graph_module, _describe(graph_module, sites)
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Floating inputs in the recipe's dtype, images channels-last."""
+    tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+
+def _inference_copy(module: nn.Module) -> nn.Module:
+    return copy.deepcopy(module).eval().requires_grad_(False)
+
+
+def _choose(graph_module: fx.GraphModule, recipe: Recipe, device: torch.device) -> None:
+    """Write the recipe's choices into every kernel call, in place."""
+    has_pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _PDL_CAPABILITY
+    choices = {"precision": recipe.precision, "pdl": recipe.pdl and has_pdl}
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function" and node.target in _KERNELS:
+            known = {argument.name for argument in node.target._schema.arguments}
+            node.kwargs = {**node.kwargs, **{name: value for name, value in choices.items() if name in known}}
+    graph_module.recompile()
+
+
+def _describe(graph_module: fx.GraphModule, sites: Sequence[tuple[str, int]]) -> Graph:
+    kernels: Counter[str] = Counter()
+    foreign: Counter[str] = Counter()
+    for node in graph_module.graph.nodes:
+        if node.op != "call_function" or is_view(node) or node.target is torch.ops.aten.empty.memory_format:
+            continue
+        op = _KERNELS.get(node.target)
+        (kernels if op else foreign)[op.name if op else str(node.target)] += 1
+    return Graph(tuple(sites), tuple(kernels.items()), tuple(foreign.items()), interior(graph_module))
+
+
+def _runner(graph_module: fx.GraphModule, graph: Graph, inputs: Sequence[Tensor], recipe: Recipe) -> Callable[..., Any]:
+    dtype = _DTYPES[recipe.dtype]
+    run = graph_module if not graph.foreign else torch.compile(graph_module, fullgraph=True)
+
+    def call(*tensors: Tensor) -> Any:
+        return run(*(cast(tensor, dtype) for tensor in tensors))
+
+    return _Replay(capture(call, tuple(inputs))) if inputs[0].is_cuda and recipe.capture else call
+
+
+@dataclass(frozen=True)
+class _Replay:
+    """A captured call: with inputs, copies them in first."""
+
+    captured: Captured
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        return self.captured.replay(*inputs)
+
+
+def _signature(inputs: Sequence[Tensor]) -> tuple:
+    return tuple((tuple(t.shape), t.dtype, t.device, torch.is_grad_enabled()) for t in inputs)
+
+
+def _fingerprint(module: nn.Module) -> tuple:
+    """Changes whenever weights are replaced or written in place, or a mode flips."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return (
+        tuple((name, t.data_ptr(), t._version, t.dtype) for name, t in tensors),
+        tuple(m.training for m in module.modules()),
+    )
+
+
+def _blame(module: nn.Module, inputs: Sequence[Tensor], recipe: Recipe) -> str:
+    """Which rewrite breaks the limit first, found by running ever longer prefixes of the pipeline."""
+    for count in range(len(recipe.rewrites) + 1):
+        shorter = Recipe(**{**vars(recipe), "rewrites": recipe.rewrites[:count], "capture": False})
+        try:
+            graph_module, graph = lower(module, inputs, shorter)
+            with torch.no_grad():
+                out = _runner(graph_module, graph, inputs, shorter)(*inputs)
+        except NotEngaged as error:
+            return f"without rewrites it cannot be run: {error}"
+        if not agree(module, inputs, out, shorter).passed:
+            return (
+                f"the first rewrite that breaks it is {recipe.rewrites[count - 1]}"
+                if count
+                else "no rewrite is to blame"
+            )
+    return "no prefix of the pipeline breaks it, so the capture does"

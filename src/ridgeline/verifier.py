@@ -1,0 +1,122 @@
+"""Is the fast version right? Its results beside the untouched module's, judged by the one rule of `numerics`.
+
+A dense result is compared element by element. Detections [N, k, 6] are a sorted selection, in which two nearly equal
+scores may swap rows; they are compared by what the selection preserves: the sorted scores, and for every reference row
+clear of the cut the nearest row of the same class.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ridgeline.numerics import TF32_EPS, Verdict, compare
+from ridgeline.recipe import Recipe
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# What rounding of the inputs alone may move: a score in sigmoid units, and a box edge relative to its coordinate range.
+_SCORE_FLOOR = 1e-5
+_BOX_FLOOR_PX = 1e-3
+
+
+@dataclass(frozen=True)
+class DetectionErrors:
+    """Largest differences between two sets of detections of the same images."""
+
+    score: float  # of equal ranks
+    box_px: float  # of a reference row's edges to the nearest row of its class
+    rows: int  # reference rows clear of the cut, whose boxes were compared
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What was compared, how far apart it is, and whether that is within the recipe's limits."""
+
+    dense: tuple[Verdict, ...]
+    detections: DetectionErrors | None = None
+    allowed: DetectionErrors | None = None
+
+    @property
+    def passed(self) -> bool:
+        found, allowed = self.detections, self.allowed
+        close = found is None or (
+            allowed is not None and found.score <= allowed.score and found.box_px <= allowed.box_px
+        )
+        return close and all(verdict.passed for verdict in self.dense)
+
+    @property
+    def reason(self) -> str:
+        """One sentence with the numbers."""
+        if self.detections is not None and self.allowed is not None:
+            found, allowed = self.detections, self.allowed
+            return (
+                f"scores differ by {found.score:.3g} (allowed {allowed.score:.3g}) and boxes by {found.box_px:.3g} px "
+                f"(allowed {allowed.box_px:.3g}) over {found.rows} rows"
+            )
+        failed = [verdict for verdict in self.dense if not verdict.passed]
+        return (failed or list(self.dense))[0].reason
+
+
+def agree(module: nn.Module, inputs: Sequence[Tensor], results: Any, recipe: Recipe) -> Agreement:
+    """Compare `results` with the untouched module in float64; the module in the recipe's dtype sets what is allowed."""
+    reference = _run(module, inputs, torch.float64)
+    eager = _run(module, inputs, _DTYPES[recipe.dtype])
+    actual = [tensor.detach().clone() for tensor in _tensors(results)]
+    factor = recipe.limits.error_factor
+    if len(reference) == 1 and is_detections(reference[0]):
+        found = detection_errors(actual[0], reference[0])
+        own = detection_errors(eager[0], reference[0])
+        allowed = DetectionErrors(factor * own.score + _SCORE_FLOOR, factor * own.box_px + _BOX_FLOOR_PX, own.rows)
+        return Agreement((), found, allowed)
+    tf32 = recipe.dtype == "fp32" and recipe.precision == "tf32" and inputs[0].is_cuda
+    verdicts = (
+        compare(a.to(e.dtype), r.double(), e, error_factor=factor, eps=TF32_EPS if tf32 else None)
+        for a, r, e in zip(actual, reference, eager, strict=True)
+    )
+    return Agreement(tuple(verdicts))
+
+
+def is_detections(result: Tensor) -> bool:
+    """[N, k, 6] with scores in the fifth column, best first."""
+    if result.dim() != 3 or result.shape[2] != 6 or result.shape[1] < 1:
+        return False
+    scores = result[..., 4]
+    return bool(((scores >= 0) & (scores <= 1)).all() and (scores.diff(dim=1) <= 0).all())
+
+
+def detection_errors(actual: Tensor, reference: Tensor) -> DetectionErrors:
+    """Differences of detections [N, k, 6]; infinite where a row clear of the cut has no row of its class."""
+    actual, reference = actual.double(), reference.double()
+    score = (actual[..., 4] - reference[..., 4]).abs().max().item()
+    box_px, rows = 0.0, 0
+    for found, wanted in zip(actual, reference, strict=True):
+        # a row within twice the score error of the last one may have been cut on one side only
+        clear = wanted[wanted[:, 4] > wanted[-1, 4] + 2 * score]
+        other_class = clear[:, None, 5] != found[None, :, 5]
+        distance = (clear[:, None, :4] - found[None, :, :4]).abs().amax(dim=2).masked_fill(other_class, float("inf"))
+        if len(clear):
+            box_px = max(box_px, distance.amin(dim=1).max().item())
+            rows += len(clear)
+    return DetectionErrors(score, box_px, rows)
+
+
+def _run(module: nn.Module, inputs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    twin = copy.deepcopy(module).eval().to(dtype)
+    arguments = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in inputs]
+    with torch.no_grad():
+        return _tensors(twin(*arguments))
+
+
+def _tensors(results: Any) -> list[Tensor]:
+    if isinstance(results, Tensor):
+        return [results]
+    if isinstance(results, dict):
+        results = list(results.values())
+    if isinstance(results, (list, tuple)):
+        return [tensor for part in results for tensor in _tensors(part)]
+    return []
