@@ -14,10 +14,11 @@ from torch import Tensor, fx, nn
 
 from ridgeline.cudagraph import Captured, capture
 from ridgeline.errors import NotEngaged, UsageError, VerificationFailed
-from ridgeline.graph import Finding, export, interior, is_view
+from ridgeline.graph import Finding, export, interior, is_view, refresh
 from ridgeline.kernels import ALL
 from ridgeline.recipe import Recipe
 from ridgeline.rewrites import PIPELINE
+from ridgeline.streams import StreamedGraph, schedule
 from ridgeline.verifier import Agreement, agree
 
 _log = logging.getLogger(__name__)
@@ -120,6 +121,7 @@ def lower(module: nn.Module, inputs: Sequence[Tensor], recipe: Recipe) -> tuple[
     graph_module = export(prepared, [cast(tensor, dtype) for tensor in inputs])
     sites = [(r.name, r.apply(graph_module)) for r in PIPELINE if r.name in recipe.rewrites]
     _choose(graph_module, recipe, inputs[0].device)
+    refresh(graph_module)
     return graph_module, _describe(graph_module, sites)
 
 
@@ -157,12 +159,17 @@ def _describe(graph_module: fx.GraphModule, sites: Sequence[tuple[str, int]]) ->
 
 def _runner(graph_module: fx.GraphModule, graph: Graph, inputs: Sequence[Tensor], recipe: Recipe) -> Callable[..., Any]:
     dtype = _DTYPES[recipe.dtype]
-    run = graph_module if not graph.foreign else torch.compile(graph_module, fullgraph=True)
+    captured = inputs[0].is_cuda and recipe.capture
+    run: Callable[..., Any] = graph_module
+    if graph.foreign and inputs[0].is_cuda:
+        run = torch.compile(graph_module, fullgraph=True)
+    elif captured and recipe.side_streams:
+        run = StreamedGraph(graph_module, schedule(graph_module.graph, side_streams=recipe.side_streams))
 
     def call(*tensors: Tensor) -> Any:
         return run(*(cast(tensor, dtype) for tensor in tensors))
 
-    return _Replay(capture(call, tuple(inputs))) if inputs[0].is_cuda and recipe.capture else call
+    return _Replay(capture(call, tuple(inputs))) if captured else call
 
 
 @dataclass(frozen=True)

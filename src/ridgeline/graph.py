@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from ridgeline.errors import NotEngaged
 
@@ -54,6 +56,13 @@ def export(module: nn.Module, inputs: Sequence[Tensor]) -> fx.GraphModule:
             graph_module.graph.erase_node(node)
     graph_module.recompile()
     return graph_module
+
+
+def refresh(graph_module: fx.GraphModule) -> None:
+    """Run the graph on fake tensors again, so that every node carries the shape and strides it really has, in place."""
+    inputs = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
+    mode = next(value.fake_mode for value in inputs if isinstance(value, FakeTensor))
+    FakeTensorProp(graph_module, mode).propagate_dont_convert_inputs(*inputs)
 
 
 @dataclass(frozen=True)
@@ -113,11 +122,11 @@ def _offence(node: fx.Node) -> str | None:
     source = next((a.meta.get("val") for a in node.all_input_nodes if isinstance(a.meta.get("val"), Tensor)), None)
     if not isinstance(value, Tensor) or not isinstance(source, Tensor) or not value.dim() == source.dim() == 4:
         return None
-    changed = _channels_last(source) and not _channels_last(value)
+    changed = is_nhwc(source) and not is_nhwc(value)
     return "layout change" if changed and not is_view(node) else None
 
 
-def _channels_last(x: Tensor) -> bool:
+def is_nhwc(x: Tensor) -> bool:
     """True also for a channel slice of a channels-last tensor, whose pixels lie further apart."""
     _, c, h, w = x.shape
     # a 1x1 map or a single channel is both layouts at once, so ask the predicate and never compare strides

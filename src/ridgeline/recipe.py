@@ -31,6 +31,7 @@ class Recipe:
     rewrites    names from `rewrites.PIPELINE`, run in the pipeline's order
     pdl         programmatic dependent launch on GPUs that have it (sm_90 and later)
     capture     one CUDA graph a signature; False runs the graph of kernels eagerly
+    side_streams  streams beside the main one that independent branches of a captured graph may run on
     """
 
     dtype: str = "fp16"
@@ -38,6 +39,7 @@ class Recipe:
     rewrites: tuple[str, ...] = tuple(rewrite.name for rewrite in PIPELINE)
     pdl: bool = True
     capture: bool = True
+    side_streams: int = 3
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:
@@ -45,6 +47,8 @@ class Recipe:
             raise UsageError(f"recipe: dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.precision not in PRECISIONS:
             raise UsageError(f"recipe: precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        if not 0 <= self.side_streams <= 16:
+            raise UsageError(f"recipe: side_streams must lie between 0 and 16, got {self.side_streams}")
         known = [rewrite.name for rewrite in PIPELINE]
         for name in self.rewrites:
             if name not in known:

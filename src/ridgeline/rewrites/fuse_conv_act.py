@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ridgeline.graph import is_nhwc, refresh
 from ridgeline.kernels import conv2d_act, depthwise_conv2d_act
 from ridgeline.rewrites._match import add_constant, argument, calls, constant, finish, only_user, replace, value
 
@@ -32,7 +33,23 @@ def apply(graph_module: fx.GraphModule) -> int:
         replace(last, fused)
         sites += 1
     finish(graph_module)
+    _repair_layout(graph_module)
     return sites
+
+
+def _repair_layout(graph_module: fx.GraphModule) -> None:
+    """Convert the maps that reach a kernel in another layout: what a reshape made, and inputs of the graph."""
+    refresh(graph_module)
+    for node in calls(graph_module, conv2d_act.OP.overload, depthwise_conv2d_act.OP.overload):
+        for source in {node.args[0], node.args[3]} - {None}:
+            if not is_nhwc(value(source)):
+                with graph_module.graph.inserting_before(node):
+                    form = {"memory_format": torch.channels_last}
+                    converted = graph_module.graph.call_function(_aten.contiguous.default, (source,), form)
+                converted.meta.update(source.meta)
+                converted.meta["val"] = value(source).contiguous(memory_format=torch.channels_last)
+                node.replace_input_with(source, converted)
+    graph_module.recompile()
 
 
 def _runs(conv: fx.Node, weight: Tensor) -> bool:
