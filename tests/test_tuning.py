@@ -14,15 +14,18 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 
 from ridgeline import tuned
+from ridgeline.compiler import lower
 from ridgeline.cost import Cost
 from ridgeline.errors import EnvironmentUnusable
+from ridgeline.kernels import conv2d_act
 from ridgeline.kernels._op import Launch
 from ridgeline.precompile import precompile
+from ridgeline.recipe import Recipe
 from ridgeline.timing import Timing
-from ridgeline.tuning import Backend, tune
+from ridgeline.tuning import Backend, problems_of, tune
 
 GPU = "NVIDIA Test"
 
@@ -172,13 +175,19 @@ def test_a_compiler_that_dies_costs_its_candidate_alone(tmp_path, monkeypatch):
     """With real child processes: the one that meets `Broken` ends itself."""
     (tmp_path / "dies.py").write_text("import os\nos._exit(11)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
-    lab = Lab({"16 none": 4.0, "32 none": 2.0})
-    backend = replace(lab.backend, compile=precompile)
+
+    def compile_outside_the_interpreter(requests: Sequence[str], jobs: int) -> Iterator[str | None]:
+        with monkeypatch.context() as changed:
+            changed.delenv("TRITON_INTERPRET", raising=False)
+            outcomes = list(precompile(requests, jobs))
+        yield from outcomes
+
+    backend = replace(Lab({"16 none": 4.0, "32 none": 2.0}).backend, compile=compile_outside_the_interpreter)
     (row,) = tune(toy(Config(32, "broken"), Config(32)), [problem()], backend=backend, jobs=1)
+    died = "the compiler died: exit code 11, no message"
+    assert row.tried == {"16 none": 4.0, "32 broken": died, "32 none": 2.0}
     assert row.config == {"block": 32, "fault": "none"}
-    assert row.tried["32 broken"] == "the compiler died: exit code 11, no message"
     assert list((tmp_path / "triton").rglob("scale_kernel.cubin"))
 
 
@@ -288,6 +297,29 @@ def test_an_output_that_is_also_an_input_is_restored_for_each_candidate():
 def test_problems_on_no_gpu_are_refused():
     with pytest.raises(EnvironmentUnusable, match="must be on a GPU, got cpu"):
         tune(toy(), [problem()])
+
+
+def test_the_problems_of_a_network_are_its_kernel_calls():
+    """Weights are the network's own, maps have its strides, and a map that is two arguments is one tensor."""
+    shortcut = nn.Conv2d(8, 8, 3, padding=1)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = shortcut
+            self.act = nn.SiLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.act(self.conv(x))
+
+    graph_module, _ = lower(Net().eval(), [torch.randn(1, 8, 6, 6)], Recipe(dtype="fp32"))
+    ((op, arguments),) = problems_of(graph_module)
+    assert op is conv2d_act.OP
+    assert arguments["x"] is arguments["residual"]
+    assert arguments["x"].is_contiguous(memory_format=torch.channels_last)
+    assert arguments["x"].std() > 0.5
+    assert torch.equal(arguments["weight"], shortcut.weight)
+    assert "x 1x8x6x6" in op.launcher.key(**arguments)
 
 
 @pytest.mark.gpu

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import logging
-from collections import Counter
+import inspect
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ridgeline import tuned, tuning
 from ridgeline.cudagraph import Captured, capture
 from ridgeline.errors import NotEngaged, UsageError, VerificationFailed
 from ridgeline.graph import Finding, export, interior, is_view, refresh
-from ridgeline.kernels import ALL
+from ridgeline.kernels import ALL, Op
 from ridgeline.recipe import Recipe
 from ridgeline.rewrites import PIPELINE
 from ridgeline.streams import StreamedGraph, schedule
 from ridgeline.verifier import Agreement, agree
 
-_log = logging.getLogger(__name__)
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _PDL_CAPABILITY = (9, 0)
 _KERNELS = {overload: op for op in ALL for overload in (op.overload, op.into) if overload is not None}
@@ -123,6 +123,48 @@ def lower(module: nn.Module, inputs: Sequence[Tensor], recipe: Recipe) -> tuple[
     _choose(graph_module, recipe, inputs[0].device)
     refresh(graph_module)
     return graph_module, _describe(graph_module, sites)
+
+
+def tune(
+    module: nn.Module,
+    inputs: Tensor | Sequence[Tensor],
+    recipe: Recipe | None = None,
+    *,
+    budget_s: float | None = None,
+    force: bool = False,
+    progress: tuning.Progress | None = None,
+) -> tuple[tuned.Row, ...]:
+    """Search the configs of every kernel that `compile` would launch, for the user's tables; see `tuning.tune`.
+
+    A second run tunes nothing. Raises EnvironmentUnusable when the inputs are on no GPU.
+    """
+    examples = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    graph_module, _ = lower(module, examples, recipe or Recipe())
+    rows: list[tuned.Row] = []
+    for op, asked in problems(graph_module).items():
+        rows += tuning.tune(op, asked, budget_s=budget_s, force=force, progress=progress)
+    return tuple(rows)
+
+
+def problems(graph_module: fx.GraphModule) -> dict[Op, list[dict[str, Any]]]:
+    """What each kernel of a lowered graph is asked to do: arguments with its shapes and strides, on random data."""
+    found: dict[Op, list[dict[str, Any]]] = defaultdict(list)
+    for node in graph_module.graph.nodes:
+        op = _KERNELS.get(node.target) if node.op == "call_function" else None
+        if op is not None:
+            given = node.args[1:] if node.target is op.into else node.args
+            arguments = {**inspect.signature(op.reference).bind(*given, **node.kwargs).arguments}
+            found[op].append(fx.node.map_aggregate(arguments, _example))
+    return dict(found)
+
+
+def _example(argument: Any) -> Any:
+    if not isinstance(argument, fx.Node):
+        return argument
+    value = argument.meta["val"]
+    generator = torch.Generator(value.device).manual_seed(0)
+    example = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return example.normal_(generator=generator)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import operator
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -15,6 +18,7 @@ from ridgeline.errors import NotEngaged
 
 _COPIES = ("aten.clone.default", "aten.contiguous.default", "aten.copy.default", "aten.copy_.default")
 _FILLS = ("aten.zeros.default", "aten.zeros_like.default", "aten.fill_.Scalar", "aten.zero_.default")
+_CHECKS = ("aten._assert_tensor_metadata.default",)
 _VIEWS = (
     "aten.chunk.default",
     "aten.detach.default",
@@ -38,23 +42,29 @@ _VIEWS = (
 def export(module: nn.Module, inputs: Sequence[Tensor]) -> fx.GraphModule:
     """The module as a graph of aten calls whose nodes carry fake tensors, module path and source line.
 
-    Weights stay attributes of the graph module and are shared with `module`. Raises NotEngaged, naming what
-    stands in the way, for a module that torch.export refuses.
+    Weights stay attributes of the graph module and are shared with `module`. Raises NotEngaged, naming the line that
+    stands in the way, for a module that torch.export refuses or whose shapes or numbers are read back from tensors.
     """
     try:
         with torch.no_grad():
             graph_module = torch.export.export(module, tuple(inputs)).module()
-    except (
-        torch._dynamo.exc.TorchDynamoException,
-        torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode,
-    ) as error:
-        raise NotEngaged(f"{type(module).__name__} cannot be exported: {_first_sentence(error)}") from error
+    except RuntimeError as error:
+        reason = f"{_first_sentence(error)}{_user_line(error)}"
+        raise NotEngaged(f"{type(module).__name__} cannot be exported: {reason}") from error
     assert isinstance(graph_module, fx.GraphModule)
     for node in list(graph_module.graph.nodes):
-        # guards on the example inputs: the compiled callable checks its inputs by signature
-        if node.op == "call_module" and node.target == "_guards_fn":
+        # what the example inputs were: the compiled callable checks its inputs by signature
+        if (node.op == "call_module" and node.target == "_guards_fn") or str(node.target) in _CHECKS:
             graph_module.graph.erase_node(node)
+        elif _reads_back(node):
+            raise NotEngaged(
+                f"{type(module).__name__} cannot be captured: {node.target} waits for a tensor's values in "
+                f"{origin(node)}: keep .item(), nonzero and boolean masks out of the forward pass"
+            )
     graph_module.recompile()
+    if any(mutated(node) for node in graph_module.graph.nodes):
+        # export gives dropout in eval mode memory of its own, which in truth is its input's: now that matters
+        refresh(graph_module)
     return graph_module
 
 
@@ -96,7 +106,7 @@ def origin(node: fx.Node) -> str:
     if not frames:
         return module
     path, line, *_ = frames[-1].removeprefix("File ").split(", ")
-    return f"{module} ({path.strip(chr(34)).rsplit('/', 1)[-1]}:{line.removeprefix('line ')})"
+    return f"{module} ({path.strip(chr(34)).rsplit('/', 1)[-1]}:{line.removeprefix('line ')})".lstrip()
 
 
 def is_view(node: fx.Node) -> bool:
@@ -106,6 +116,19 @@ def is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return True
     return str(node.target) in _VIEWS and not _reshape_copies(node)
+
+
+def mutated(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The arguments that a call writes in place."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or not schema.is_mutable:
+        return ()
+    written = [
+        node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if argument.is_write
+    ]
+    return tuple(argument for argument in written if isinstance(argument, fx.Node))
 
 
 def _offence(node: fx.Node) -> str | None:
@@ -140,6 +163,21 @@ def _reshape_copies(node: fx.Node) -> bool:
     if not isinstance(source, Tensor) or not isinstance(value, Tensor):
         return False
     return source.untyped_storage()._cdata != value.untyped_storage()._cdata
+
+
+def _reads_back(node: fx.Node) -> bool:
+    """Whether a call has a number, or a size, that only the device knows."""
+    values = pytree.tree_leaves(node.meta.get("val"))
+    numbers = [number for value in values for number in (value.shape if isinstance(value, Tensor) else (value,))]
+    return any(isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) for number in numbers)
+
+
+def _user_line(error: Exception) -> str:
+    """ " (net.py:12)": the innermost line outside PyTorch that an error passed through."""
+    library = str(Path(torch.__file__).parent)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(library)]
+    own = [frame for frame in frames if frame.filename not in (__file__, "<string>")]
+    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
 
 
 def _first_sentence(error: Exception) -> str:

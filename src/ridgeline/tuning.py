@@ -11,9 +11,10 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import operator
 import os
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -22,12 +23,14 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
+from torch import Tensor, fx
+from torch.fx.node import map_arg
 from triton.errors import TritonError
 
 from ridgeline import tuned
 from ridgeline.cudagraph import capture
 from ridgeline.errors import EnvironmentUnusable
+from ridgeline.kernels import ALL
 from ridgeline.kernels._op import DTYPES, Launch, Op, Target, target_of
 from ridgeline.numerics import TF32_EPS, compare, to_float64
 from ridgeline.precompile import precompile, request
@@ -56,7 +59,7 @@ class Backend:
 
 def tune(
     op: Op,
-    problems: Sequence[Mapping[str, Any]],
+    problems: Iterable[Mapping[str, Any]],
     *,
     candidates: Sequence[Any] | None = None,
     budget_s: float | None = None,
@@ -109,6 +112,29 @@ def tune(
     return tuple(rows)
 
 
+def problems_of(graph_module: fx.GraphModule) -> Iterator[tuple[Op, dict[str, Any]]]:
+    """Every call of a ridgeline op in a lowered graph, with arguments to tune it on.
+
+    Weights are the graph's own; other tensors are normal data with the layout and device that the graph records.
+    """
+    ops = {overload: op for op in ALL for overload in (op.overload, op.into) if overload is not None}
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function" and node.target in ops:
+            names = [argument.name for argument in node.target._schema.arguments]
+            given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+            # one tensor for a node that is two arguments
+            made = {value: _tensor_of(graph_module, value) for value in node.all_input_nodes}
+            yield ops[node.target], {name: map_arg(value, made.__getitem__) for name, value in given.items()}
+
+
+def _tensor_of(graph_module: fx.GraphModule, node: fx.Node) -> Tensor:
+    if node.op == "get_attr":
+        return operator.attrgetter(str(node.target))(graph_module).detach()
+    fake = node.meta["val"]
+    tensor = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+    return tensor.normal_(generator=torch.Generator(fake.device).manual_seed(0))
+
+
 # --- one problem -------------------------------------------------------------------------------------------------
 
 
@@ -128,7 +154,7 @@ class _Work:
 
 def _place(op: Op, arguments: Mapping[str, Any], device: Callable[[Tensor], str]) -> tuple[str, str, str]:
     x = _first_tensor(arguments)
-    dtype = next((name for name, value in DTYPES.items() if value == x.dtype), str(x.dtype).removeprefix("torch."))
+    dtype = next((name for name, value in DTYPES.items() if value == x.dtype), str(x.dtype))
     return device(x), dtype, op.launcher.key(**arguments)
 
 
@@ -143,7 +169,7 @@ def _work(
     x = _first_tensor(arguments)
     target = target_of(x)
     if x.is_cuda and int(target.arch.removeprefix("sm_")) >= 90 and "pdl" in inspect.signature(op.reference).parameters:
-        arguments = {**arguments, "pdl": True}  # how a captured network launches it there
+        arguments = {"pdl": True, **arguments}  # how a captured network launches it there
     configs = op.launcher.candidates(target=target, **arguments)
     if candidates is not None:
         configs = (configs[0], *candidates)
@@ -280,7 +306,8 @@ def _without_out(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _first_tensor(arguments: Mapping[str, Any]) -> Tensor:
-    return next(value for value in arguments.values() if isinstance(value, Tensor))
+    lists = (value if isinstance(value, list | tuple) else (value,) for value in arguments.values())
+    return next(value for values in lists for value in values if isinstance(value, Tensor))
 
 
 def _values(config: Any) -> dict[str, tuned.Value]:
@@ -301,7 +328,7 @@ def _first_line(error: Exception) -> str:
 
 def _request(op: Op, arguments: Mapping[str, Any], config: Any, target: Target) -> str:
     launch = op.launcher.plan(config=config, target=target, **arguments)
-    options: dict[str, Any] = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
     if launch.pdl:
         options["launch_pdl"] = True
     limit = target.shared_bytes

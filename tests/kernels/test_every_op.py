@@ -87,10 +87,13 @@ def test_flops_equal_the_flop_counter(op: Op, sample: Sample, dtype: torch.dtype
     arguments = sample.arguments(dtype, DEVICE)
     expected = op.cost(**arguments).flops
     assert expected > 0
-    for call in (op, op.reference):
-        with FlopCounterMode(display=False) as counter:
-            call(**arguments)
-        assert counter.get_total_flops() == expected
+    with FlopCounterMode(display=False) as counter:
+        op(**arguments)
+    assert counter.get_total_flops() == expected
+    with FlopCounterMode(display=False) as counter:
+        op.reference(**arguments)
+    # PyTorch counts matrix products alone; where the reference has any, both must agree
+    assert counter.get_total_flops() in (0, expected)
 
 
 @pytest.mark.parametrize(("op", "sample", "dtype"), cases(every_dtype=False))

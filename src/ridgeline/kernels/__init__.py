@@ -1,11 +1,25 @@
 """Kernels with their meaning and cost. `ALL` is the only list: tests, benchmarks and `ridgeline sass` follow it."""
 
 from ridgeline.errors import UsageError
-from ridgeline.kernels import conv2d_act, depthwise_conv2d_act, max_pool_chain, upsample_concat_conv_act
+from ridgeline.kernels import (
+    attention_position,
+    conv2d_act,
+    depthwise_conv2d_act,
+    detect_topk,
+    max_pool_chain,
+    upsample_concat_conv_act,
+)
 from ridgeline.kernels._op import Op as Op
 from ridgeline.kernels._op import Sample as Sample
 
-ALL = (conv2d_act.OP, depthwise_conv2d_act.OP, max_pool_chain.OP, upsample_concat_conv_act.OP)
+ALL = (
+    conv2d_act.OP,
+    depthwise_conv2d_act.OP,
+    upsample_concat_conv_act.OP,
+    max_pool_chain.OP,
+    attention_position.OP,
+    detect_topk.OP,
+)
 
 
 def find(name: str) -> Op:

@@ -108,19 +108,6 @@ class ConvCall:
             "ACT": self.act, "PDL": self.pdl, "WIDE": max(extents) >= INT32_ELEMENTS,
         }  # fmt: skip
 
-    def key(self) -> str:
-        """What tuned configs are filed under: all that decides the work, and nothing else."""
-        x, weight = self.x, self.weight
-        parts = [
-            "x".join(map(str, x.shape)),
-            "x".join(map(str, (weight.shape[0], *weight.shape[2:]))),
-            f"s{self.stride[0]}" if self.stride[0] == self.stride[1] else f"s{self.stride[0]},{self.stride[1]}",
-            f"p{self.padding[0]}" if self.padding[0] == self.padding[1] else f"p{self.padding[0]},{self.padding[1]}",
-            self.act,
-            *(["residual"] if self.residual is not None else []),
-        ]
-        return " ".join(parts)
-
     def refuse(self, text: str, kind: type[Exception] = ValueError) -> NoReturn:
         raise kind(f"{self.name}: {text}")
 

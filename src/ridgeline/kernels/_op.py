@@ -6,13 +6,15 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import triton
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ridgeline import tuned
 from ridgeline.cost import Cost, register_cost
 from ridgeline.errors import UsageError
 from ridgeline.sass import KernelSource, shared_limit_bytes
@@ -20,6 +22,9 @@ from ridgeline.sass import KernelSource, shared_limit_bytes
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 _INT32_MAX = 2**31 - 1
+_NO_PROBLEM = frozenset({"bias", "out", "pdl"})  # arguments that change neither the work nor which config suits it
+
+Config = TypeVar("Config")
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,11 @@ class Launcher:
 
     plan: Callable[..., Launch]  # plan(config=None, target=None, **arguments)
     candidates: Callable[..., tuple[Any, ...]]  # candidates(target=None, **arguments): configs, the default first
+
+    def key(self, **arguments: Any) -> str:
+        """What tuned configs are filed under: the shapes and choices of a call, in the order of their names."""
+        parts = (f"{name} {_spelled(value)}" for name, value in sorted(arguments.items()) if name not in _NO_PROBLEM)
+        return ", ".join(part for part in parts if not part.endswith(" "))
 
 
 @dataclass(frozen=True)
@@ -211,6 +221,20 @@ def _define_into(
     return packet.default
 
 
+def tuned_config(op: Op, kind: type[Config], **arguments: Any) -> Config | None:
+    """The config that the tables hold for this call on this GPU; None without one, or off a GPU."""
+    x = next(
+        t for v in arguments.values() for t in (v if isinstance(v, (list, tuple)) else (v,)) if isinstance(t, Tensor)
+    )
+    if not x.is_cuda:
+        return None
+    dtype = next((name for name, known in DTYPES.items() if known == x.dtype), str(x.dtype))
+    source_hash = tuned.source_hash(Path(inspect.getfile(op.launcher.plan)))
+    device = torch.cuda.get_device_name(x.device)
+    found = tuned.lookup(op.name, device, dtype, op.launcher.key(**arguments), source_hash=source_hash)
+    return None if found is None else tuned.build(kind, found)
+
+
 def typical_target(arch: str) -> Target:
     """A common GPU of an architecture. Raises UsageError for one that `sass` does not know."""
     shared_bytes = shared_limit_bytes(arch)
@@ -239,6 +263,15 @@ def _cuda_target(index: int) -> Target:
         properties.multi_processor_count,
         properties.shared_memory_per_block_optin,
     )
+
+
+def _spelled(value: Any) -> str:
+    """A shape, a number or a choice as text; "" for an argument left out."""
+    if isinstance(value, Tensor):
+        return "x".join(map(str, value.shape))
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(_spelled, value))
+    return "" if value is None else str(value)
 
 
 def _triton_type(value: Tensor | int | None) -> str:

@@ -42,7 +42,7 @@ from ridgeline.kernels.depthwise_conv2d_act import is_packed, pack
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 PRECISIONS = ("tf32", "ieee")
 _INT32_ELEMENTS = 2**31
-_MAX_ACCUMULATORS = 64  # fp32 scores or outputs a thread
+_MAX_ACCUMULATORS = 80  # fp32 a thread: scores, mixed values and their convolution; 128 spill on sm_90
 
 
 def reference(
@@ -249,25 +249,28 @@ class Config:
 
     def is_valid(self, problem: Problem, target: Target) -> bool:
         """Whether it compiles, fits the target's shared memory and keeps its accumulators in registers."""
-        widest = max(self.block_k, triton.next_power_of_2(problem.value_channels))
-        channels = sum(map(triton.next_power_of_2, (problem.key_channels, problem.value_channels)))
+        d, e = map(triton.next_power_of_2, (problem.key_channels, problem.value_channels))
         # the keys and values of every stage, and the numerators on their way from one product to the next
-        shared = (self.num_stages * self.block_k * channels + self.block_q * widest) * problem.qkv.element_size()
+        shared = self.num_stages * self.block_k * (d + e) + self.block_q * max(self.block_k, e)
         return (
             all(block >= 16 and block & (block - 1) == 0 for block in (self.block_q, self.block_k))
             and self.num_warps in (1, 2, 4, 8)
             and self.num_stages >= 1
-            and self.block_q * widest <= _MAX_ACCUMULATORS * 32 * self.num_warps
-            and shared <= target.shared_bytes
+            and self.block_q * (self.block_k + 2 * e) <= _MAX_ACCUMULATORS * 32 * self.num_warps
+            and shared * problem.qkv.element_size() <= target.shared_bytes
         )
 
 
 def default_config(problem: Problem, target: Target) -> Config:
-    """The most queries a program that still give every multiprocessor one, or the fewest if none does."""
-    blocks = [b for b in (64, 32, 16) if problem.programs(b) >= target.sm_count]
-    block_q = next(iter(blocks), 16)
-    block_k = min(128, max(16, triton.next_power_of_2(problem.tokens)))
-    tried = (Config(block_q, k, 4, stages) for k in (block_k, 64, 32, 16) for stages in (3, 2, 1))
+    """16 queries, or 32 where that still gives every multiprocessor a program; a step of 256 bytes of each key channel.
+
+    Larger tiles share their keys among more queries, but spill: the convolution's operands wait beside the scores.
+    """
+    fits = problem.qkv.element_size() == 2
+    block_q = 32 if fits and problem.programs(32) >= target.sm_count else 16
+    block_k = min(256 // problem.qkv.element_size(), max(16, triton.next_power_of_2(problem.tokens)))
+    blocks = (block_k, 64, 32, 16)
+    tried = (Config(block_q, min(k, block_k), 4, stages) for k in blocks for stages in (3, 2, 1))
     return next(config for config in tried if config.is_valid(problem, target))
 
 
@@ -351,8 +354,8 @@ def _sample(why: str, n: int, heads: int, d: int, e: int, size: tuple[int, int],
 
 
 SAMPLES = (
-    _sample("two heads as in YOLO26, tokens no multiple of a block", 1, 2, 32, 64, (5, 7)),
-    _sample("two images, several blocks of keys, no bias", 2, 1, 16, 32, (9, 15), bias=False),
+    _sample("two heads as in YOLO26, tokens no multiple of a block", 1, 2, 32, 64, (3, 6)),
+    _sample("more tokens than a step takes, no bias", 1, 1, 16, 32, (6, 11), bias=False),
     _sample("channels of a head no powers of two", 1, 2, 48, 16, (3, 6)),
     _sample("one token", 3, 1, 16, 16, (1, 1)),
     _sample("strict fp32 products", 1, 1, 16, 16, (4, 4), precision="ieee"),

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -35,9 +35,11 @@ from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem, conv_forward, problem_of
 from ridgeline.kernels._conv import FLOATS, INT32_ELEMENTS, ConvCall
 from ridgeline.kernels._nhwc import activate, conv_sample, split_pixel
-from ridgeline.kernels._op import Launch, Launcher, Target, check_launchable, define, target_of
+from ridgeline.kernels._op import Launch, Launcher, Target, check_launchable, define, target_of, tuned_config
 
 PRECISIONS = ("tf32", "ieee")
+_MOST_CANDIDATES = 40  # beside the default
+_MAX_OPERANDS = 96  # registers a thread for a reduction that is loaded whole
 _MAX_ACCUMULATORS = 64  # fp32 a thread; at 128 the gather's pointers no longer fit beside them: spills on sm_90
 
 
@@ -79,6 +81,46 @@ def cost(
 
 
 @triton.jit
+def _valid_weights(step, k, valid_n, LENGTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Which elements of a step's weights exist, broadcastable to [BLOCK_K, BLOCK_N]."""
+    valid = valid_n[None, :]
+    if LENGTH % BLOCK_K != 0:
+        valid = valid & (step * BLOCK_K + k < LENGTH)[:, None]
+    return valid
+
+
+@triton.jit
+def _tap(
+    step, k, h, w, valid_m,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, R: tl.constexpr, S: tl.constexpr, PADDED: tl.constexpr,
+    X_PITCH: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Offsets [BLOCK_K] of a step's elements from each pixel's tap (0, 0), and which [BLOCK_M, BLOCK_K] exist."""
+    if C % BLOCK_K == 0:
+        # one tap a step: r and s are scalars, and only a pixel can fall outside
+        tap = step // (C // BLOCK_K)
+        r = tap // S
+        s = tap % S
+        offset = (r * W + s) * X_PITCH + (step % (C // BLOCK_K)) * BLOCK_K + k
+        valid_x = valid_m[:, None]
+        if PADDED:
+            valid_x = valid_x & ((h + r >= 0) & (h + r < H) & (w + s >= 0) & (w + s < W))[:, None]
+    else:
+        # several taps a step: fewer idle lanes than padding every tap to BLOCK_K
+        reduction = step * BLOCK_K + k
+        tap = reduction // C
+        r = tap // S
+        s = tap % S
+        offset = (r * W + s) * X_PITCH + reduction % C
+        valid_x = valid_m[:, None] & (reduction < R * S * C)[None, :]
+        if PADDED:
+            h_tap = h[:, None] + r[None, :]
+            w_tap = w[:, None] + s[None, :]
+            valid_x = valid_x & (h_tap >= 0) & (h_tap < H) & (w_tap >= 0) & (w_tap < W)
+    return offset, valid_x
+
+
+@triton.jit
 def conv2d_act_kernel(  # noqa: ANN201
     x_ptr, weight_ptr, bias_ptr, residual_ptr, y_ptr,
     pixels,  # N * HO * WO
@@ -86,7 +128,7 @@ def conv2d_act_kernel(  # noqa: ANN201
     HO: tl.constexpr, WO: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
     PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     X_PITCH: tl.constexpr, RESIDUAL_PITCH: tl.constexpr, Y_PITCH: tl.constexpr, ACT: tl.constexpr,
-    PRECISION: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr, UNROLL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -111,43 +153,40 @@ def conv2d_act_kernel(  # noqa: ANN201
     weight_row = weight_ptr + n * (R * S * C)
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if bias_ptr is not None:
-        bias_n = tl.load(bias_ptr + n, mask=valid_n, other=0.0).to(tl.float32)
-    if PDL:
-        # below this line stand all reads of what the predecessor wrote, and the only write
-        gdc_wait()
-    for step in range(0, (R * S * C + BLOCK_K - 1) // BLOCK_K):
-        # weight is packed in the order of the reduction, so its offset needs no taps
-        reduction = step * BLOCK_K + k
-        if C % BLOCK_K == 0:
-            # one tap a step: r and s are scalars, and only a pixel can fall outside
-            tap = step // (C // BLOCK_K)
-            r = tap // S
-            s = tap % S
-            offset = (r * W + s) * X_PITCH + (step % (C // BLOCK_K)) * BLOCK_K + k
-            valid_x = valid_m[:, None]
-            valid_w = valid_n[None, :]
-            if PAD_H > 0 or PAD_W > 0:
-                valid_x = valid_x & ((h + r >= 0) & (h + r < H) & (w + s >= 0) & (w + s < W))[:, None]
-        else:
-            # several taps a step: fewer idle lanes than padding every tap to BLOCK_K
-            tap = reduction // C
-            r = tap // S
-            s = tap % S
-            offset = (r * W + s) * X_PITCH + reduction % C
-            valid_k = reduction < R * S * C
-            valid_x = valid_m[:, None] & valid_k[None, :]
-            valid_w = valid_n[None, :] & valid_k[:, None]
-            if PAD_H > 0 or PAD_W > 0:
-                h_tap = h[:, None] + r[None, :]
-                w_tap = w[:, None] + s[None, :]
-                valid_x = valid_x & (h_tap >= 0) & (h_tap < H) & (w_tap >= 0) & (w_tap < W)
-        a_mk = tl.load(x_tap[:, None] + offset[None, :], mask=valid_x, other=0.0)
-        b_kn = tl.load(weight_row[None, :] + reduction[:, None], mask=valid_w, other=0.0)
-        acc = tl.dot(a_mk, b_kn, acc, input_precision=PRECISION)
+    if PDL and bias_ptr is not None:
+        # before the wait it costs no time; without a wait it would only hold registers through the loop
+        acc += tl.load(bias_ptr + n, mask=valid_n, other=0.0).to(tl.float32)[None, :]
+    STEPS: tl.constexpr = (R * S * C + BLOCK_K - 1) // BLOCK_K
+    PADDED: tl.constexpr = PAD_H > 0 or PAD_W > 0
+    if UNROLL:
+        # a short reduction has all its loads in flight at once, and the weights, which never change, before the wait
+        weights = ()
+        for step in tl.static_range(STEPS):
+            valid_w = _valid_weights(step, k, valid_n, R * S * C, BLOCK_K)
+            b_kn = tl.load(weight_row[None, :] + (step * BLOCK_K + k)[:, None], mask=valid_w, other=0.0)
+            weights = weights + (b_kn,)  # noqa: RUF005 - Triton cannot unpack
+        if PDL:
+            # below this line stand all reads of what the predecessor wrote, and the only write
+            gdc_wait()
+        gathered = ()
+        for step in tl.static_range(STEPS):
+            offset, valid_x = _tap(step, k, h, w, valid_m, C, H, W, R, S, PADDED, X_PITCH, BLOCK_K)
+            a_mk = tl.load(x_tap[:, None] + offset[None, :], mask=valid_x, other=0.0)
+            gathered = gathered + (a_mk,)  # noqa: RUF005
+        for step in tl.static_range(STEPS):
+            acc = tl.dot(gathered[step], weights[step], acc, input_precision=PRECISION)
+    else:
+        if PDL:
+            gdc_wait()
+        for step in range(0, STEPS):
+            offset, valid_x = _tap(step, k, h, w, valid_m, C, H, W, R, S, PADDED, X_PITCH, BLOCK_K)
+            valid_w = _valid_weights(step, k, valid_n, R * S * C, BLOCK_K)
+            a_mk = tl.load(x_tap[:, None] + offset[None, :], mask=valid_x, other=0.0)
+            b_kn = tl.load(weight_row[None, :] + (step * BLOCK_K + k)[:, None], mask=valid_w, other=0.0)
+            acc = tl.dot(a_mk, b_kn, acc, input_precision=PRECISION)
 
-    if bias_ptr is not None:
-        acc += bias_n[None, :]
+    if not PDL and bias_ptr is not None:
+        acc += tl.load(bias_ptr + n, mask=valid_n, other=0.0).to(tl.float32)[None, :]
     acc = activate(acc, ACT)
     valid_y = valid_m[:, None] & valid_n[None, :]
     if residual_ptr is not None:
@@ -183,7 +222,10 @@ class Problem(ConvCall):
 
 @dataclass(frozen=True)
 class Config:
-    """Tile of one program: block_m pixels x block_n output channels, block_k of the reduction a step."""
+    """Tile of one program: block_m pixels x block_n output channels, block_k of the reduction a step.
+
+    num_stages steps are loaded ahead; 1 means all of them, held in registers: for reductions short enough.
+    """
 
     block_m: int
     block_n: int
@@ -194,13 +236,17 @@ class Config:
     def is_valid(self, problem: Problem, target: Target) -> bool:
         """Whether it compiles, fits the target's shared memory and keeps its accumulators in registers."""
         blocks = (self.block_m, self.block_n, self.block_k)
-        operands = self.num_stages * (self.block_m + self.block_n) * self.block_k * problem.x.element_size()
+        both, element_size = self.block_m + self.block_n, problem.x.element_size()
+        steps = -(-problem.conv.c * problem.conv.taps // self.block_k)
+        operands = self.num_stages * both * self.block_k * element_size
+        registers_a_thread = both * steps * self.block_k * element_size // (4 * 32 * self.num_warps)
         return (
             all(block >= 16 and block & (block - 1) == 0 for block in blocks)
             and self.num_warps in (1, 2, 4, 8)
             and self.num_stages >= 1
             and self.block_m * self.block_n <= _MAX_ACCUMULATORS * 32 * self.num_warps
             and operands <= target.shared_bytes
+            and (self.num_stages > 1 or registers_a_thread <= _MAX_OPERANDS)
         )
 
 
@@ -213,7 +259,7 @@ def default_config(problem: Problem, target: Target) -> Config:
     block_k = _block_k(problem)
     # a second stage hides the first load of a short reduction; more than its steps would only take shared memory
     deepest = min(4, max(2, -(-conv.c * conv.taps // block_k)))
-    stages = range(deepest, 0, -1)
+    stages = range(deepest, 1, -1)
     area = block_m * block_n
     num_warps = 8 if area > 64 * 128 else 4 if area > 1024 else 2
     configs = (Config(block_m, block_n, block_k, num_warps, s) for s in stages)
@@ -230,17 +276,19 @@ def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Confi
     # nearest to one tile a multiprocessor first: fewer leave some idle, more and smaller ones reload the same operands
     tiles.sort(key=lambda mn: abs(math.log2(max(_tiles(problem, *mn), 1) / target.sm_count)))
     variants = [(block_k, 4, 4), (block_k, 2, 4), (block_k, 4, 2), (2 * block_k, 4, 3), (block_k, 8, 4)]
+    variants[2:2] = [(block_k, 2, 1), (block_k, 4, 1)]
     variants += [(block_k, 2, 2), (2 * block_k, 2, 3), (block_k // 2, 4, 4), (block_k, 4, 3), (block_k, 1, 4)]
     ranked = sorted(product(enumerate(tiles), enumerate(variants)), key=lambda pair: pair[0][0] + pair[1][0])
     tried = [Config(m, n, k, num_warps, num_stages) for (_, (m, n)), (_, (k, num_warps, num_stages)) in ranked]
-    return (default, *(c for c in tried if c != default and c.is_valid(problem, target)))
+    worth = (c for c in tried if c != default and c.is_valid(problem, target))
+    return (default, *islice(worth, _MOST_CANDIDATES))
 
 
 def plan(*, config: Config | None = None, target: Target | None = None, **arguments: Any) -> Launch:
     """The launch for one call; `arguments` are Problem's. Runs nothing."""
     problem = Problem(**arguments)
     conv, target = problem.conv, target or target_of(problem.x)
-    config = config or default_config(problem, target)
+    config = config or tuned_config(OP, Config, **arguments) or default_config(problem, target)
     if not config.is_valid(problem, target):
         raise ValueError(f"conv2d_act: {config} is not valid for {conv} on {target.arch}")
     y = problem.output()
@@ -252,6 +300,7 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
             **problem.constants(y),
             "K": conv.k,
             "PRECISION": problem.precision,
+            "UNROLL": config.num_stages == 1,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,

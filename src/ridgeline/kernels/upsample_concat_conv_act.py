@@ -37,7 +37,7 @@ from ridgeline.kernels._nhwc import (
     share_elements,
     split_pixel,
 )
-from ridgeline.kernels._op import Launch, Launcher, Sample, Target, check_launchable, define, target_of
+from ridgeline.kernels._op import Launch, Launcher, Sample, Target, check_launchable, define, target_of, tuned_config
 from ridgeline.kernels.conv2d_act import Config
 
 NAME = "upsample_concat_conv_act"
@@ -178,10 +178,6 @@ class Problem:
         x = x.contiguous(memory_format=torch.channels_last)
         return _Joined(x, weight, bias, act=self.act, precision=self.precision, pdl=self.pdl)
 
-    def key(self) -> str:
-        """What tuned configs are filed under."""
-        return f"{self.joined.key()} from {self.coarse.shape[1]} coarse"
-
     @property
     def step(self) -> int:
         """The longest power-of-two block that divides both sources' channels."""
@@ -208,7 +204,7 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
     """The launch for one call; `arguments` are Problem's. Runs nothing."""
     problem, target = Problem(**arguments), target or target_of(arguments["fine"])
     joined = problem.joined
-    config = config or candidates(target=target, **arguments)[0]
+    config = config or tuned_config(OP, Config, **arguments) or candidates(target=target, **arguments)[0]
     if not is_valid(config, problem, target):
         raise ValueError(f"{NAME}: {config} is not valid for {joined.conv} on {target.arch}")
     y = empty_nhwc(joined.out_shape, like=problem.fine) if problem.out is None else problem.out

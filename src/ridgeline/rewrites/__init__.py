@@ -9,7 +9,10 @@ from torch import fx
 
 from ridgeline.rewrites import (
     fold_batch_norm,
+    functionalize,
+    fuse_attention,
     fuse_conv_act,
+    fuse_detect,
     fuse_max_pools,
     fuse_upsample_concat,
     merge_siblings,
@@ -19,14 +22,17 @@ from ridgeline.rewrites import (
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A change to a graph: `apply(graph_module)` returns how many sites it changed; `exact` keeps results bitwise."""
+    """A change to a graph: `apply(graph_module)` returns how many sites it changed."""
 
     name: str
     apply: Callable[[fx.GraphModule], int]
 
 
 PIPELINE = (
+    Rewrite("functionalize", functionalize.apply),
     Rewrite("fold_batch_norm", fold_batch_norm.apply),
+    Rewrite("fuse_attention", fuse_attention.apply),
+    Rewrite("fuse_detect", fuse_detect.apply),
     Rewrite("fuse_max_pools", fuse_max_pools.apply),
     Rewrite("fuse_conv_act", fuse_conv_act.apply),
     Rewrite("merge_siblings", merge_siblings.apply),

@@ -5,12 +5,41 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
+
+from ridgeline.graph import mutated, refresh
+from ridgeline.kernels._nhwc import pixel_pitch
 
 
 def calls(graph_module: fx.GraphModule, *targets: Callable) -> Iterator[fx.Node]:
-    """Every call of one of `targets`, in execution order; the graph may be edited meanwhile."""
-    yield from [node for node in graph_module.graph.nodes if node.op == "call_function" and node.target in targets]
+    """Every call of one of `targets`, in execution order; the graph may be edited meanwhile.
+
+    Calls that touch memory which an in-place call writes are left out: what they compute depends on when they run.
+    """
+    written = written_memory(graph_module)
+    yield from [
+        node
+        for node in graph_module.graph.nodes
+        if node.op == "call_function" and node.target in targets and not written & touched_memory(node)
+    ]
+
+
+def written_memory(graph_module: fx.GraphModule) -> set[int]:
+    """Identities of the memory that in-place calls write."""
+    return set().union(*(memory(source) for node in graph_module.graph.nodes for source in mutated(node)))
+
+
+def touched_memory(node: fx.Node) -> set[int]:
+    """Identities of the memory that a call reads or makes."""
+    return memory(node).union(*(memory(source) for source in node.all_input_nodes))
+
+
+def memory(node: fx.Node) -> set[int]:
+    """Identities of the memory that a node's values live in; a view has its source's."""
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return {value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)}
 
 
 def argument(node: fx.Node, index: int, default: Any = None) -> Any:
@@ -32,8 +61,8 @@ def value(node: fx.Node) -> Tensor:
 
 
 def constant(graph_module: fx.GraphModule, node: Any) -> Tensor | None:
-    """The parameter or buffer behind a `get_attr` node; None for anything else."""
-    if not isinstance(node, fx.Node) or node.op != "get_attr":
+    """The parameter or buffer behind a `get_attr` node; None for anything else, and for one that the graph writes."""
+    if not isinstance(node, fx.Node) or node.op != "get_attr" or any(node in mutated(user) for user in node.users):
         return None
     owner: Any = graph_module
     *path, name = str(node.target).split(".")
@@ -45,8 +74,7 @@ def constant(graph_module: fx.GraphModule, node: Any) -> Tensor | None:
 
 def add_constant(graph_module: fx.GraphModule, tensor: Tensor, *, near: fx.Node, name: str) -> fx.Node:
     """Register `tensor` as a buffer under a free name and return the node that reads it, placed before `near`."""
-    taken = {buffer for buffer, _ in graph_module.named_buffers()} | {p for p, _ in graph_module.named_parameters()}
-    free = next(candidate for candidate in _numbered(name.replace(".", "_")) if candidate not in taken)
+    free = next(candidate for candidate in _numbered(name.replace(".", "_")) if not hasattr(graph_module, candidate))
     graph_module.register_buffer(free, tensor.detach())
     with graph_module.graph.inserting_before(near):
         node = graph_module.graph.get_attr(free)
@@ -89,6 +117,22 @@ def same(pattern: Any, node: Any, bound: dict[fx.Node, fx.Node]) -> bool:
             and all(same(pattern[key], node[key], bound) for key in pattern)
         )
     return type(pattern) is type(node) and pattern == node
+
+
+def repair_layout(graph_module: fx.GraphModule, *targets: Callable) -> None:
+    """Convert, in place, the maps that reach a kernel in a layout it cannot read: what a reshape made, and inputs."""
+    refresh(graph_module)
+    for node in calls(graph_module, *targets):
+        for source in node.all_input_nodes:
+            if source.op == "get_attr" or value(source).dim() != 4 or pixel_pitch(value(source)) is not None:
+                continue
+            with graph_module.graph.inserting_before(node):
+                form = {"memory_format": torch.channels_last}
+                converted = graph_module.graph.call_function(torch.ops.aten.contiguous.default, (source,), form)
+            converted.meta.update(source.meta)
+            converted.meta["val"] = value(source).contiguous(memory_format=torch.channels_last)
+            node.replace_input_with(source, converted)
+    graph_module.recompile()
 
 
 def finish(graph_module: fx.GraphModule) -> None:

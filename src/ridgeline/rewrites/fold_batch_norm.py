@@ -5,27 +5,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from ridgeline.rewrites._match import add_constant, argument, calls, constant, finish, only_user, replace
+from ridgeline.rewrites._match import add_constant, argument, calls, constant, finish, only_user, replace, value
 
 _aten = torch.ops.aten
-_NORMS = (_aten.batch_norm.default, _aten._native_batch_norm_legit_no_training.default)
 
 
 def apply(graph_module: fx.GraphModule) -> int:
-    """Fold every batch norm that alone reads a convolution with constant weights; returns how many."""
+    """Fold every batch norm that alone reads a convolution with constant weights; returns how many.
+
+    Does not fire on: batch statistics, weights or statistics that are computed or written, maps without a batch axis.
+    """
     sites = 0
     for conv in calls(graph_module, _aten.conv2d.default):
         norm = only_user(conv, _aten.batch_norm.default)
         weight = constant(graph_module, conv.args[1])
-        if norm is None or weight is None or argument(norm, 5):  # args[5]: training
+        if norm is None or weight is None or value(conv).dim() != 4 or norm.args[5]:  # args[5]: training
             continue
-        bias = constant(graph_module, argument(conv, 2))
-        if argument(conv, 2) is not None and bias is None:
+        # bias, gain, shift, mean, var; the first three may be absent, which is not the same as computed
+        given = (argument(conv, 2), *norm.args[1:5])
+        vectors = [constant(graph_module, node) for node in given]
+        if any(node is not None and vector is None for node, vector in zip(given, vectors, strict=True)):
             continue
-        statistics = [constant(graph_module, node) for node in norm.args[1:5]]
-        if statistics[2] is None or statistics[3] is None:
-            continue
-        folded = fold(weight, bias, *statistics, eps=norm.args[7])
+        folded = fold(weight, *vectors, eps=norm.args[7])
         _replace(graph_module, conv, norm, folded)
         sites += 1
     finish(graph_module)

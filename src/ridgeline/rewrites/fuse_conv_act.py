@@ -7,9 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ridgeline.graph import is_nhwc, refresh
 from ridgeline.kernels import conv2d_act, depthwise_conv2d_act
-from ridgeline.rewrites._match import add_constant, argument, calls, constant, finish, only_user, replace, value
+from ridgeline.rewrites._match import (
+    add_constant,
+    argument,
+    calls,
+    constant,
+    finish,
+    only_user,
+    repair_layout,
+    replace,
+    value,
+)
 
 _aten = torch.ops.aten
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -19,7 +28,8 @@ def apply(graph_module: fx.GraphModule) -> int:
     """Replace every convolution that the kernels can run; returns how many.
 
     Does not fire on: transposed or dilated convolutions, groups other than 1 and depthwise, weights that are computed,
-    a residual of another shape or dtype, an activation or sum that someone else reads in between.
+    maps without a batch axis, other dtypes. Does not swallow: a residual of another shape or dtype or with a factor,
+    an activation or sum of what someone else reads too.
     """
     sites = 0
     for conv in calls(graph_module, _aten.conv2d.default):
@@ -33,36 +43,22 @@ def apply(graph_module: fx.GraphModule) -> int:
         replace(last, fused)
         sites += 1
     finish(graph_module)
-    _repair_layout(graph_module)
+    repair_layout(graph_module, conv2d_act.OP.overload, depthwise_conv2d_act.OP.overload)
     return sites
 
 
-def _repair_layout(graph_module: fx.GraphModule) -> None:
-    """Convert the maps that reach a kernel in another layout: what a reshape made, and inputs of the graph."""
-    refresh(graph_module)
-    for node in calls(graph_module, conv2d_act.OP.overload, depthwise_conv2d_act.OP.overload):
-        for source in {node.args[0], node.args[3]} - {None}:
-            if not is_nhwc(value(source)):
-                with graph_module.graph.inserting_before(node):
-                    form = {"memory_format": torch.channels_last}
-                    converted = graph_module.graph.call_function(_aten.contiguous.default, (source,), form)
-                converted.meta.update(source.meta)
-                converted.meta["val"] = value(source).contiguous(memory_format=torch.channels_last)
-                node.replace_input_with(source, converted)
-    graph_module.recompile()
-
-
 def _runs(conv: fx.Node, weight: Tensor) -> bool:
-    dilation, groups = _pair(argument(conv, 5, 1)), argument(conv, 6, 1)
-    depthwise = groups == value(conv.args[0]).shape[1] == weight.shape[0]
-    return dilation == [1, 1] and (groups == 1 or depthwise) and value(conv).dtype in _FLOATS
+    x, groups = value(conv.args[0]), argument(conv, 6, 1)
+    depthwise = groups == x.shape[1] == weight.shape[0]
+    plain = x.dim() == 4 and _pair(argument(conv, 5, 1)) == [1, 1] and 0 not in weight.shape
+    return plain and (groups == 1 or depthwise) and x.dtype in _FLOATS
 
 
 def _epilogue(conv: fx.Node) -> tuple[fx.Node, str, fx.Node | None]:
     """The last node the kernel can swallow, its activation, and the other summand if there is one."""
-    silu = only_user(conv, _aten.silu.default, _aten.silu_.default)
+    silu = only_user(conv, _aten.silu.default)
     last, act = (conv, "none") if silu is None else (silu, "silu")
-    add = only_user(last, _aten.add.Tensor, _aten.add_.Tensor)
+    add = only_user(last, _aten.add.Tensor)
     if add is None or add.kwargs or len(add.args) != 2:
         return last, act, None
     other = add.args[1] if add.args[0] is last else add.args[0]

@@ -74,7 +74,7 @@ def _replace(graph_module: fx.GraphModule, boxes: fx.Node, logits: fx.Node, maps
         bound = dict(zip(placeholders, (boxes, logits), strict=True))
         if same(root, node, bound):
             with graph_module.graph.inserting_before(node):
-                fused = graph_module.graph.call_function(detect_topk.OP.overload, (maps[:3], maps[3:]))
+                fused = graph_module.graph.call_function(detect_topk.OP.overload, tuple(maps))
             replace(node, fused)
             return True
     return False

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from ridgeline.kernels import max_pool_chain
-from ridgeline.rewrites._match import argument, calls, finish, replace
+from ridgeline.rewrites._match import argument, calls, finish, repair_layout, replace, value
 
 _aten = torch.ops.aten
 
@@ -14,17 +14,22 @@ _aten = torch.ops.aten
 def apply(graph_module: fx.GraphModule) -> int:
     """Replace every cat([x, p(x), p(p(x)), …], dim=1); returns how many.
 
-    Does not fire on: pools of even size, other stride or padding than "same", ceil mode, dilation, another order.
+    Does not fire on: pools of even size, other stride or padding than "same", ceil mode, dilation, another order,
+    maps without a batch axis, dtypes and windows that the kernel refuses.
     """
     sites = 0
     for cat in calls(graph_module, _aten.cat.default):
         first, *pools = cat.args[0]
         if argument(cat, 1, 0) != 1 or not pools or any(pool.target is not _aten.max_pool2d.default for pool in pools):
             continue
+        if value(first).dim() != 4 or value(first).dtype not in max_pool_chain.FLOATS:
+            continue
         size = _same_size(pools[0])
         sources = [first, *pools[:-1]]
         chained = all(pool.args[0] is source for pool, source in zip(pools, sources, strict=True))
         if size is None or not chained or any(pool.args[1:] != pools[0].args[1:] for pool in pools):
+            continue
+        if len(pools) * (size - 1) >= max_pool_chain.WIDEST_WINDOW:
             continue
         with graph_module.graph.inserting_before(cat):
             fused = graph_module.graph.call_function(
@@ -33,6 +38,7 @@ def apply(graph_module: fx.GraphModule) -> int:
         replace(cat, fused)
         sites += 1
     finish(graph_module)
+    repair_layout(graph_module, max_pool_chain.OP.overload)
     return sites
 
 

@@ -16,13 +16,13 @@ def apply(graph_module: fx.GraphModule) -> int:
     """Replace conv1x1(cat([upsample2(a), b])); returns how many. Runs after `fuse_conv_act`.
 
     Does not fire on: other factors or modes, another order or number of sources, a concat or upsampled map that
-    someone else reads, a residual, channels that are no multiple of the matrix instruction's step.
+    someone else reads, a residual, padding, channels that are no multiple of the matrix instruction's step.
     """
     sites = 0
     for conv in calls(graph_module, conv2d_act.OP.overload):
         source, weight, bias, residual = conv.args
-        pointwise = value(weight).shape[2:] == (1, 1) and set(conv.kwargs["stride"]) == {1} and residual is None
-        pair = _sources(source, conv) if pointwise else None
+        plain = set(conv.kwargs["stride"]) == {1} and set(conv.kwargs["padding"]) == {0} and residual is None
+        pair = _sources(source, conv) if plain and value(weight).shape[2:] == (1, 1) else None
         if pair is None:
             continue
         choices = {name: conv.kwargs[name] for name in ("act", "precision", "pdl") if name in conv.kwargs}
@@ -45,7 +45,10 @@ def _sources(cat: fx.Node, conv: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     upsample, fine = cat.args[0]
     if upsample.target is not _aten.upsample_nearest2d.vec or only_user(upsample, cat.target) is not cat:
         return None
-    coarse = upsample.args[0]
+    coarse, _, factors = upsample.args
+    # a factor of 2.1 may also double the size, and reads other pixels
+    if factors not in (None, [2.0, 2.0]) or value(coarse).dtype != value(fine).dtype:
+        return None
     doubled = [2 * side for side in value(coarse).shape[2:]] == list(value(upsample).shape[2:])
     aligned = value(coarse).shape[1] % CHANNEL_STEP == 0 == value(fine).shape[1] % CHANNEL_STEP
     return (coarse, fine) if doubled and aligned else None

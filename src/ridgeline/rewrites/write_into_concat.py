@@ -17,20 +17,32 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from ridgeline.graph import refresh
 from ridgeline.kernels import ALL
-from ridgeline.rewrites._match import argument, calls, finish, value
+from ridgeline.rewrites._match import argument, calls, finish, memory, value
 
 _aten = torch.ops.aten
 _INTO = {op.overload: op.into for op in ALL if op.into is not None}
+_FRESH = (*(op.overload for op in ALL), _aten.empty.memory_format)  # calls whose result shares memory with nothing
 
 
 def apply(graph_module: fx.GraphModule) -> int:
-    """Place every concat that can be; returns how many disappeared. Run nothing that removes dead code by use after."""
+    """Place every concat that can be; returns how many disappeared.
+
+    Does not fire on: concats along another axis, of inputs of the graph, of other operators' results, of one map twice,
+    of several dtypes; where a reader of the overwritten channels would run later, through whatever view.
+    """
+    refresh(graph_module)
     _name_slices(graph_module)
+    views = frozenset(
+        node for node in graph_module.graph.nodes if any(memory(node) & memory(a) for a in node.all_input_nodes)
+    )
     sites = 0
     for cat in calls(graph_module, _aten.cat.default):
-        if argument(cat, 1, 0) == 1 and len(set(cat.args[0])) == len(cat.args[0]) and value(cat).dim() == 4:
-            sites += _place(graph_module, cat)
+        maps = cat.args[0]
+        plain = argument(cat, 1, 0) == 1 and len(set(maps)) == len(maps)
+        if plain and all(value(node).dim() == 4 and value(node).dtype == value(cat).dtype for node in (cat, *maps)):
+            sites += _place(graph_module, cat, views)
     finish(graph_module)
     return sites
 
@@ -49,27 +61,29 @@ class _Part:
         return value(self.node).shape[1]
 
 
-def _place(graph_module: fx.GraphModule, cat: fx.Node) -> bool:
+def _place(graph_module: fx.GraphModule, cat: fx.Node, views: frozenset[fx.Node]) -> bool:
     parts, start = [], 0
     for node in cat.args[0]:
         root, root_start = _root(node)
         parts.append(_Part(node, start, root, root_start))
         start += value(node).shape[1]
-    return _place_over(graph_module, cat, parts) or _place_in_new(graph_module, cat, parts)
+    return _place_over(graph_module, cat, parts, views) or _place_in_new(graph_module, cat, parts)
 
 
-def _place_over(graph_module: fx.GraphModule, cat: fx.Node, parts: Sequence[_Part]) -> bool:
+def _place_over(graph_module: fx.GraphModule, cat: fx.Node, parts: Sequence[_Part], views: frozenset[fx.Node]) -> bool:
     """Write the other parts over dead slices of the map that one part is already in."""
     order = {node: index for index, node in enumerate(graph_module.graph.nodes)}
     for kept in parts:
         host = kept.root
         if kept.root is kept.node or kept.start != kept.root_start or value(host).shape != value(cat).shape:
             continue
+        if host.target not in _FRESH:
+            continue
         written = [part for part in parts if part.root is not host]
         stays = all(part.start == part.root_start for part in parts if part.root is host)
         if not stays or not all(_storable(part.node) for part in written):
             continue
-        if all(_dead(host, part, cat, order) for part in written):
+        if all(order[host] < order[part.node] and _dead(host, part, cat, order, views) for part in written):
             for part in written:
                 _store(graph_module, part.node, host, part.start)
             cat.replace_all_uses_with(host)
@@ -119,25 +133,39 @@ def _storable(node: fx.Node) -> bool:
 
 def _root(node: fx.Node) -> tuple[fx.Node, int]:
     """The map that `node` is a channel slice of, and where it begins; the node itself for a whole map."""
-    if node.op == "call_function" and node.target is _aten.slice.Tensor and node.args[1] == 1:
-        root, offset = _root(node.args[0])
-        return root, offset + node.args[2]
-    return node, 0
+    channels = _channels(node)
+    if channels is None:
+        return node, 0
+    root, offset = _root(node.args[0])
+    return root, offset + channels[0]
 
 
-def _dead(host: fx.Node, part: _Part, cat: fx.Node, order: dict[fx.Node, int]) -> bool:
+def _channels(node: fx.Node) -> tuple[int, int] | None:
+    """Where a slice along channels without gaps begins and ends in its source; None for any other call."""
+    sliced = node.op == "call_function" and node.target is _aten.slice.Tensor
+    if not sliced or argument(node, 1, 0) != 1 or argument(node, 4, 1) != 1:
+        return None
+    start, stop, _ = slice(argument(node, 2), argument(node, 3)).indices(value(node.args[0]).shape[1])
+    return start, stop
+
+
+def _dead(host: fx.Node, part: _Part, cat: fx.Node, order: dict[fx.Node, int], views: frozenset[fx.Node]) -> bool:
     """Whether nothing but `cat` reads the part's place in `host` when the part's writer runs, or later.
 
     The writer itself counts as a reader: its programs finish in any order, so one may overwrite what another needs.
     """
-    readers = [(host, 0, value(host).shape[1])]
+    readers = [(host, 0, value(host).shape[1], True)]
     while readers:
-        node, low, high = readers.pop()
+        node, low, high, sliced = readers.pop()
         if low >= part.start + part.channels or high <= part.start:
             continue
         for user in node.users:
-            if user.op == "call_function" and user.target is _aten.slice.Tensor and user.args[1] == 1:
-                readers.append((user, low + user.args[2], low + user.args[3]))
+            channels = _channels(user)
+            if channels is not None and sliced:
+                readers.append((user, low + channels[0], low + channels[1], True))
+            elif user in views:
+                # its axes may be others: what is made of it counts for all channels
+                readers.append((user, low, high, False))
             elif user is not cat and order[user] >= order[part.node]:
                 return False
     return True
@@ -146,7 +174,8 @@ def _dead(host: fx.Node, part: _Part, cat: fx.Node, order: dict[fx.Node, int]) -
 def _name_slices(graph_module: fx.GraphModule) -> None:
     """chunk and split along channels become slices, so that one node says where a part begins."""
     for node in calls(graph_module, _aten.chunk.default, _aten.split.Tensor, _aten.split_with_sizes.default):
-        if argument(node, 2, 0) != 1 or not all(user.target is operator.getitem for user in node.users):
+        named = all(user.target is operator.getitem for user in node.users)
+        if argument(node, 2, 0) != 1 or value(node.args[0]).dim() != 4 or not named:
             continue
         starts = [0]
         for part in node.meta["val"]:
