@@ -6,7 +6,7 @@ GPU    ?=
 OUT    ?= out
 WEIGHTS ?= $(wildcard $(RIDGELINE_TEST_DATA)/yolo26n-w8.pt)
 IMAGES ?= $(if $(RIDGELINE_TEST_DATA),$(wildcard $(RIDGELINE_TEST_DATA)/images/bus.jpg))
-SOURCES := src tests benchmarks examples
+SOURCES := src tests benchmarks examples docs
 
 .PHONY: demo test lint format bench docs clean
 
@@ -19,7 +19,7 @@ test: $(READY)  ## the whole suite; tests that need a GPU or data say so and ski
 lint: $(READY)  ## what continuous integration checks besides the tests
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
-	$(BIN)/basedpyright --level error
+	$(BIN)/basedpyright --level error --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/codespell $(SOURCES) docs README.md
 	$(BIN)/python benchmarks/readme.py --check

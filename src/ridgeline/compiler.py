@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 
 from ridgeline import tuned, tuning
 from ridgeline.cudagraph import Captured, capture
@@ -117,7 +118,8 @@ def compile(  # noqa: A001 - the verb's name, always used as ridgeline.compile
 def lower(module: nn.Module, inputs: Sequence[Tensor], recipe: Recipe) -> tuple[fx.GraphModule, Graph]:
     """The module as a graph of fused kernels in the recipe's dtype, not yet captured; `module` is untouched."""
     dtype = _DTYPES[recipe.dtype]
-    prepared = _inference_copy(module).to(dtype=dtype).to(memory_format=torch.channels_last)
+    prepared = _inference_copy(module).to(dtype)
+    prepared = prepared.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] - torch's stub lacks it
     graph_module = export(prepared, [cast(tensor, dtype) for tensor in inputs])
     sites = [(r.name, r.apply(graph_module)) for r in PIPELINE if r.name in recipe.rewrites]
     _choose(graph_module, recipe, inputs[0].device)
@@ -154,7 +156,7 @@ def problems(graph_module: fx.GraphModule) -> dict[Op, list[dict[str, Any]]]:
         if op is not None:
             given = node.args[1:] if node.target is op.into else node.args
             arguments = {**inspect.signature(op.reference).bind(*given, **node.kwargs).arguments}
-            found[op].append(fx.node.map_aggregate(arguments, _example))
+            found[op].append(map_aggregate(arguments, _example))
     return dict(found)
 
 

@@ -56,6 +56,9 @@ def export(module: nn.Module, inputs: Sequence[Tensor]) -> fx.GraphModule:
         # what the example inputs were: the compiled callable checks its inputs by signature
         if (node.op == "call_module" and node.target == "_guards_fn") or str(node.target) in _CHECKS:
             graph_module.graph.erase_node(node)
+        elif node.target is torch.ops.aten.view.default:
+            # a rewrite may hand over the source with other strides, and then only reshape works
+            node.target = torch.ops.aten.reshape.default
         elif _reads_back(node):
             raise NotEngaged(
                 f"{type(module).__name__} cannot be captured: {node.target} waits for a tensor's values in "
@@ -159,7 +162,7 @@ def is_nhwc(x: Tensor) -> bool:
 def _reshape_copies(node: fx.Node) -> bool:
     if str(node.target) not in ("aten.reshape.default", "aten.flatten.using_ints"):
         return False
-    source, value = node.args[0].meta.get("val"), node.meta.get("val")
+    source, value = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
     if not isinstance(source, Tensor) or not isinstance(value, Tensor):
         return False
     return source.untyped_storage()._cdata != value.untyped_storage()._cdata

@@ -86,7 +86,7 @@ class _Streamed(fx.Interpreter):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         self.lanes = [torch.cuda.current_stream(), *self.side]
         self.begun = {0}
-        self.events: dict[fx.Node, torch.cuda.Event] = {}
+        self.events: dict[fx.Node, Any] = {}
         self.kept: list[Any] = []
         out = super().run(*args, **kwargs)
         for index in self.begun - {0}:
@@ -130,7 +130,9 @@ def _mutated(node: fx.Node) -> fx.Node | None:
     if schema is None or not schema.is_mutable:
         return None
     index = next(i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
-    return node.args[index]
+    written = node.args[index]
+    assert isinstance(written, fx.Node)
+    return written
 
 
 def _dependencies(kernels: list[fx.Node], roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, list[fx.Node]]:

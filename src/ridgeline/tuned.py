@@ -129,6 +129,10 @@ def source_hash(path: Path) -> str:
     known = _definitions(path)
     pending = [(path, name) for name, (node, _) in known.items() if _is_jit(node)]
     if not pending:
+        # the kernels stand in a file beside this one
+        imports = ((name, node) for name, (node, _) in known.items() if isinstance(node, ast.ImportFrom))
+        pending = [(path, name) for name, node in imports if (node.module or "").startswith("ridgeline.kernels._")]
+    if not pending:
         raise ValueError(f"source_hash: {path} has no function decorated with jit")
     texts: dict[tuple[str, str], str] = {}
     while pending:

@@ -155,7 +155,7 @@ class _Work:
 def _place(op: Op, arguments: Mapping[str, Any], device: Callable[[Tensor], str]) -> tuple[str, str, str]:
     x = _first_tensor(arguments)
     dtype = next((name for name, value in DTYPES.items() if value == x.dtype), str(x.dtype))
-    return device(x), dtype, op.launcher.key(**arguments)
+    return device(x), dtype, op.key(**arguments)
 
 
 def _work(
@@ -328,12 +328,9 @@ def _first_line(error: Exception) -> str:
 
 def _request(op: Op, arguments: Mapping[str, Any], config: Any, target: Target) -> str:
     launch = op.launcher.plan(config=config, target=target, **arguments)
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": True}
-    if launch.pdl:
-        options["launch_pdl"] = True
     limit = target.shared_bytes
     return request(
-        launch.kernel, launch.arguments, launch.constants, options, arch=target.arch, shared_limit_bytes=limit
+        launch.kernel, launch.arguments, launch.constants, launch.options, arch=target.arch, shared_limit_bytes=limit
     )
 
 

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.cost.conv import ConvProblem
 from ridgeline.kernels._op import Sample
@@ -73,6 +74,15 @@ def check_map(op: str, name: str, tensor: Tensor, *, like: Tensor, shape: tuple[
         )
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up; `triton.cdiv` is for kernels, and makes a constexpr of its result."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
 def empty_nhwc(shape: tuple[int, int, int, int], like: Tensor) -> Tensor:
     """Uninitialised channels-last tensor with the dtype and device of `like`."""
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
@@ -115,6 +125,19 @@ def conv_sample(
         }
 
     return Sample(why, arguments, real_size)
+
+
+@triton.jit
+def wait_for_predecessor(PDL: tl.constexpr):
+    """Everything that reads what another kernel wrote, and every write, stands below this call, on every path.
+
+    With PDL the kernel was launched while its predecessor ran. Its own dependent is let in only now: one that lets it
+    in before waiting starts a cascade, and kernels that cannot run yet take the multiprocessors' slots (measured on an
+    H200: YOLO26n 0.42 ms with the cascade, 0.32 ms without programmatic launch).
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit

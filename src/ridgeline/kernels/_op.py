@@ -20,11 +20,18 @@ from ridgeline.errors import UsageError
 from ridgeline.sass import KernelSource, shared_limit_bytes
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
 _INT32_MAX = 2**31 - 1
 _NO_PROBLEM = frozenset({"bias", "out", "pdl"})  # arguments that change neither the work nor which config suits it
 
 Config = TypeVar("Config")
+INTERPRETED: bool = vars(triton)["knobs"].runtime.interpret  # kernels run on the CPU, slowly: what tests use
 
 
 @dataclass(frozen=True)
@@ -66,11 +73,14 @@ class Launch:
     output: Tensor  # one of the arguments
     pdl: bool = False  # programmatic dependent launch: the kernel waits for its predecessor itself; sm_90 and later
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The compiler's options; contracting a * b + c is Triton's default until 3.10, so it is said."""
+        pdl = {"launch_pdl": True} if self.pdl else {}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True, **pdl}
+
     def run(self) -> None:
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
-        if self.pdl:
-            options["launch_pdl"] = True
-        self.kernel[self.grid](**self.arguments, **self.constants, **options)
+        self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
 
     def source(self, arch: str) -> KernelSource:
         """The same specialisation that the launcher would choose: alignment to 16, and None or 1 compiled in."""
@@ -93,11 +103,6 @@ class Launcher:
 
     plan: Callable[..., Launch]  # plan(config=None, target=None, **arguments)
     candidates: Callable[..., tuple[Any, ...]]  # candidates(target=None, **arguments): configs, the default first
-
-    def key(self, **arguments: Any) -> str:
-        """What tuned configs are filed under: the shapes and choices of a call, in the order of their names."""
-        parts = (f"{name} {_spelled(value)}" for name, value in sorted(arguments.items()) if name not in _NO_PROBLEM)
-        return ", ".join(part for part in parts if not part.endswith(" "))
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,16 @@ class Op:
     def overload(self) -> torch._ops.OpOverload:
         """What a graph's nodes name as their target."""
         return getattr(torch.ops.ridgeline, self.name).default
+
+    def key(self, **arguments: Any) -> str:
+        """What tuned configs are filed under: the shapes and choices of a call, in the order of their names."""
+        parameters = inspect.signature(self.reference)
+        bound = parameters.bind(**{name: value for name, value in arguments.items() if name in parameters.parameters})
+        bound.apply_defaults()
+        parts = (
+            f"{name} {_spelled(value)}" for name, value in sorted(bound.arguments.items()) if name not in _NO_PROBLEM
+        )
+        return ", ".join(part for part in parts if not part.endswith(" "))
 
     def source(self, *, arch: str, dtype: str = "fp16", sample: str | None = None, config: Any = None) -> KernelSource:
         """The kernel's source for the first sample whose `why` contains `sample`; None: the first of real size."""
@@ -174,7 +189,7 @@ def define(
         y = reference(*args, **kwargs)
         return torch.empty_like(y, memory_format=torch.channels_last if y.dim() == 4 else torch.contiguous_format)
 
-    if not triton.knobs.runtime.interpret:
+    if not INTERPRETED:
 
         @op.register_kernel("cpu")
         def _(*args: Any, **kwargs: Any) -> Tensor:
@@ -205,8 +220,10 @@ def _define_into(
     parameters = inspect.signature(call)
 
     def store(out: Tensor, *args: Any, **kwargs: Any) -> None:
-        arguments = parameters.bind(*args, **kwargs).arguments
-        if out.is_cuda or triton.knobs.runtime.interpret:
+        bound = parameters.bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = bound.arguments
+        if out.is_cuda or INTERPRETED:
             if out.numel():
                 launcher.plan(**arguments, out=out).run()
         else:
@@ -221,8 +238,8 @@ def _define_into(
     return packet.default
 
 
-def tuned_config(op: Op, kind: type[Config], **arguments: Any) -> Config | None:
-    """The config that the tables hold for this call on this GPU; None without one, or off a GPU."""
+def tuned_config(op: Op, kind: type[Config], is_valid: Callable[[Config], bool], **arguments: Any) -> Config | None:
+    """The config that the tables hold for this call on this GPU; None without a valid one, or off a GPU."""
     x = next(
         t for v in arguments.values() for t in (v if isinstance(v, (list, tuple)) else (v,)) if isinstance(t, Tensor)
     )
@@ -231,8 +248,9 @@ def tuned_config(op: Op, kind: type[Config], **arguments: Any) -> Config | None:
     dtype = next((name for name, known in DTYPES.items() if known == x.dtype), str(x.dtype))
     source_hash = tuned.source_hash(Path(inspect.getfile(op.launcher.plan)))
     device = torch.cuda.get_device_name(x.device)
-    found = tuned.lookup(op.name, device, dtype, op.launcher.key(**arguments), source_hash=source_hash)
-    return None if found is None else tuned.build(kind, found)
+    found = tuned.lookup(op.name, device, dtype, op.key(**arguments), source_hash=source_hash)
+    config = None if found is None else tuned.build(kind, found)
+    return config if config is not None and is_valid(config) else None
 
 
 def typical_target(arch: str) -> Target:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ridgeline.kernels._nhwc import wait_for_predecessor
 
 # Keys are int32 in the order of the fp32 they stand for: below all, that of every NaN (above +inf's), above all.
 _LOWEST = tl.constexpr(-(2**31))
@@ -24,12 +25,11 @@ def group_maxima_kernel(
     logits0_ptr, logits1_ptr, logits2_ptr, group_key_ptr, group_anchor_ptr, count_ptr,
     CELLS0: tl.constexpr, CELLS1: tl.constexpr, CELLS2: tl.constexpr,
     PITCH0: tl.constexpr, PITCH1: tl.constexpr, PITCH2: tl.constexpr,
-    C: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, PER_PROGRAM: tl.constexpr, BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
+    C: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, PER_PROGRAM: tl.constexpr,
+    BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_predecessor(PDL)
+    # of cells; GROUPS counts every chunk of each
     GROUPS0: tl.constexpr = (CELLS0 + GROUP - 1) // GROUP
     GROUPS1: tl.constexpr = (CELLS1 + GROUP - 1) // GROUP
     PROGRAMS0: tl.constexpr = (GROUPS0 + PER_PROGRAM - 1) // PER_PROGRAM
@@ -54,27 +54,27 @@ def group_maxima_kernel(
     first_group = _of_level(in1, in2, 0, GROUPS0, GROUPS0 + GROUPS1)
     groups = (cells + GROUP - 1) // GROUP
 
-    # A group is every groups-th cell of a level: the strong anchors of one object fall into different groups.
+    # A group is CHUNK classes of every groups-th cell of a level: strong pairs of one object fall into different groups.
     row = tl.arange(0, GROUP * PER_PROGRAM)
     group = tile * PER_PROGRAM + row % PER_PROGRAM
     cell = group + row // PER_PROGRAM * groups
-    valid = (group < groups) & (cell < cells)
-    largest = tl.full((GROUP * PER_PROGRAM, BLOCK_C), float("-inf"), tl.float32)
-    for start in tl.static_range(0, C, BLOCK_C):
-        c = start + tl.arange(0, BLOCK_C)
-        inside = valid[:, None] & (c < C)[None, :]
-        x = tl.load(logits_ptr + cell[:, None] * pitch + c[None, :], mask=inside, other=float("-inf"))
-        largest = tl.maximum(largest, x.to(tl.float32), propagate_nan=tl.PropagateNan.ALL)
-    key = tl.where(valid, tl.max(_key(largest), 1), _LOWEST)
+    c = tl.arange(0, BLOCK_C)
+    inside = ((group < groups) & (cell < cells))[:, None] & (c < C)[None, :]
+    x = tl.load(logits_ptr + cell[:, None] * pitch + c[None, :], mask=inside, other=float("-inf"))
+    key = tl.where(inside, _key(x.to(tl.float32)), _LOWEST)
 
-    by_group = tl.reshape(key, (GROUP, PER_PROGRAM))
-    anchor = tl.reshape(tl.where(valid, first_anchor + cell, _LAST), (GROUP, PER_PROGRAM))
-    group_key = tl.max(by_group, 0)
-    group_anchor = tl.min(tl.where(by_group == group_key[None, :], anchor, _LAST), 0)
-    group = tile * PER_PROGRAM + tl.arange(0, PER_PROGRAM)
-    out = image * GROUPS + first_group + group
-    tl.store(group_key_ptr + out, group_key, mask=group < groups)
-    tl.store(group_anchor_ptr + out, group_anchor, mask=group < groups)
+    BLOCK_CHUNKS: tl.constexpr = BLOCK_C // CHUNK
+    by_chunk = tl.max(tl.reshape(key, (GROUP, PER_PROGRAM, BLOCK_CHUNKS, CHUNK)), 3)
+    anchor = tl.reshape(first_anchor + cell, (GROUP, PER_PROGRAM, 1))
+    group_key = tl.max(by_chunk, 0)
+    group_anchor = tl.min(tl.where(by_chunk == group_key[None, :, :], anchor, _LAST), 0)
+    group = (tile * PER_PROGRAM + tl.arange(0, PER_PROGRAM))[:, None]
+    chunk = tl.arange(0, BLOCK_CHUNKS)[None, :]
+    CHUNKS: tl.constexpr = (C + CHUNK - 1) // CHUNK
+    out = image * GROUPS + (first_group + group) * CHUNKS + chunk
+    valid = (group < groups) & (chunk < CHUNKS)
+    tl.store(group_key_ptr + out, group_key, mask=valid)
+    tl.store(group_anchor_ptr + out, group_anchor, mask=valid)
 
 
 @triton.jit
@@ -85,9 +85,7 @@ def collect_kernel(
     C: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_predecessor(PDL)
     TILES0: tl.constexpr = (CELLS0 + BLOCK_A - 1) // BLOCK_A
     TILES1: tl.constexpr = (CELLS1 + BLOCK_A - 1) // BLOCK_A
     ANCHORS: tl.constexpr = CELLS0 + CELLS1 + CELLS2
@@ -114,8 +112,8 @@ def collect_kernel(
     low, last = _bound(group_key_ptr + image * GROUPS, group_anchor_ptr + image * GROUPS, GROUPS, K, ANCHORS, BLOCK_G)
     key = tl.where(inside, _key(x.to(tl.float32)), _LOWEST)
     anchor_key = tl.max(key, 1)
-    reaches = (anchor_key > low) | ((anchor_key == low) & (anchor <= last))
-    listed = inside & reaches[:, None] & (key >= low)
+    tied = (anchor_key > low) | (anchor <= last)
+    listed = inside & ((key > low) | ((key == low) & tied[:, None]))
     slot = tl.atomic_add(count_ptr + image + tl.zeros_like(key), 1, mask=listed, sem="relaxed")
     # larger first, then smaller `pair` first; the offset makes the signed lower half count from 0
     order = (key.to(tl.int64) << 32) + (anchor_key.to(tl.int64) + 2147483648)[:, None]
@@ -131,9 +129,7 @@ def rank_kernel(
     PITCH0: tl.constexpr, PITCH1: tl.constexpr, PITCH2: tl.constexpr, STRIDE0: tl.constexpr,
     C: tl.constexpr, K: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_LIST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_predecessor(PDL)
     image = tl.program_id(1).to(tl.int64)
     order_ptr += image * ((CELLS0 + CELLS1 + CELLS2) * C)
     pair_ptr += image * ((CELLS0 + CELLS1 + CELLS2) * C)

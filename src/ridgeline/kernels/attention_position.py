@@ -30,18 +30,25 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.cost import Cost
 from ridgeline.cost.attention import AttentionProblem
 from ridgeline.cost.conv import ConvProblem, conv_pipe
-from ridgeline.kernels._nhwc import check_map, empty_nhwc, pixel_pitch, random_nhwc, share_elements
-from ridgeline.kernels._op import Launch, Launcher, Sample, Target, check_launchable, define, target_of
+from ridgeline.kernels._conv import FLOATS, INT32_ELEMENTS
+from ridgeline.kernels._nhwc import (
+    cdiv,
+    check_map,
+    empty_nhwc,
+    next_power_of_2,
+    pixel_pitch,
+    random_nhwc,
+    share_elements,
+    wait_for_predecessor,
+)
+from ridgeline.kernels._op import Launch, Launcher, Sample, Target, check_launchable, define, target_of, tuned_config
 from ridgeline.kernels.depthwise_conv2d_act import is_packed, pack
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 PRECISIONS = ("tf32", "ieee")
-_INT32_ELEMENTS = 2**31
 _MAX_ACCUMULATORS = 80  # fp32 a thread: scores, mixed values and their convolution; 128 spill on sm_90
 
 
@@ -98,8 +105,6 @@ def attention_position_kernel(  # noqa: ANN201
     QKV_PITCH: tl.constexpr, Y_PITCH: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
     TOKENS: tl.constexpr = H * W
     blocks: tl.constexpr = (TOKENS + BLOCK_Q - 1) // BLOCK_Q
     program = tl.program_id(0)
@@ -123,7 +128,7 @@ def attention_position_kernel(  # noqa: ANN201
         for tap in tl.static_range(9):
             kept = tl.load(weight_ptr + tap * (HEADS * E) + head * E + e, mask=valid_e, other=0.0)
             taps = taps + (kept,)  # noqa: RUF005 - Triton cannot unpack
-        gdc_wait()
+    wait_for_predecessor(PDL)
 
     q_ptr = qkv_ptr + first_pixel * QKV_PITCH + head * (2 * D + E)
     k_ptr = q_ptr + D
@@ -235,7 +240,7 @@ class Problem:
         return self.qkv.shape[2] * self.qkv.shape[3]
 
     def programs(self, block_q: int) -> int:
-        return self.qkv.shape[0] * self.heads * triton.cdiv(self.tokens, block_q)
+        return self.qkv.shape[0] * self.heads * cdiv(self.tokens, block_q)
 
 
 @dataclass(frozen=True)
@@ -249,7 +254,7 @@ class Config:
 
     def is_valid(self, problem: Problem, target: Target) -> bool:
         """Whether it compiles, fits the target's shared memory and keeps its accumulators in registers."""
-        d, e = map(triton.next_power_of_2, (problem.key_channels, problem.value_channels))
+        d, e = map(next_power_of_2, (problem.key_channels, problem.value_channels))
         # the keys and values of every stage, and the numerators on their way from one product to the next
         shared = self.num_stages * self.block_k * (d + e) + self.block_q * max(self.block_k, e)
         return (
@@ -268,7 +273,7 @@ def default_config(problem: Problem, target: Target) -> Config:
     """
     fits = problem.qkv.element_size() == 2
     block_q = 32 if fits and problem.programs(32) >= target.sm_count else 16
-    block_k = min(256 // problem.qkv.element_size(), max(16, triton.next_power_of_2(problem.tokens)))
+    block_k = min(256 // problem.qkv.element_size(), max(16, next_power_of_2(problem.tokens)))
     blocks = (block_k, 64, 32, 16)
     tried = (Config(block_q, min(k, block_k), 4, stages) for k in blocks for stages in (3, 2, 1))
     return next(config for config in tried if config.is_valid(problem, target))
@@ -287,7 +292,9 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
     """The launch for one call; `arguments` are Problem's. Runs nothing."""
     problem = Problem(**arguments)
     target = target or target_of(problem.qkv)
-    config = config or default_config(problem, target)
+    if config is None:
+        tuned = tuned_config(OP, Config, lambda c: c.is_valid(problem, target), **arguments)
+        config = tuned or default_config(problem, target)
     if not config.is_valid(problem, target):
         raise ValueError(
             f"attention_position: {config} is not valid for qkv {tuple(problem.qkv.shape)} on {target.arch}"
@@ -302,10 +309,10 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
         constants={
             "H": h, "W": w, "HEADS": problem.heads, "D": problem.key_channels, "E": problem.value_channels,
             "QKV_PITCH": qkv_pitch, "Y_PITCH": y_pitch, "PRECISION": problem.precision,
-            "WIDE": n * h * w * max(qkv_pitch, y_pitch) >= _INT32_ELEMENTS, "PDL": problem.pdl,
+            "WIDE": n * h * w * max(qkv_pitch, y_pitch) >= INT32_ELEMENTS, "PDL": problem.pdl,
             "BLOCK_Q": config.block_q, "BLOCK_K": config.block_k,
-            "BLOCK_D": triton.next_power_of_2(problem.key_channels),
-            "BLOCK_E": triton.next_power_of_2(problem.value_channels),
+            "BLOCK_D": next_power_of_2(problem.key_channels),
+            "BLOCK_E": next_power_of_2(problem.value_channels),
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -29,12 +29,11 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem, conv_forward, problem_of
 from ridgeline.kernels._conv import FLOATS, INT32_ELEMENTS, ConvCall
-from ridgeline.kernels._nhwc import activate, conv_sample, split_pixel
+from ridgeline.kernels._nhwc import activate, conv_sample, next_power_of_2, split_pixel, wait_for_predecessor
 from ridgeline.kernels._op import Launch, Launcher, Target, check_launchable, define, target_of, tuned_config
 
 PRECISIONS = ("tf32", "ieee")
@@ -131,8 +130,6 @@ def conv2d_act_kernel(  # noqa: ANN201
     PRECISION: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr, UNROLL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
     # Neighbouring programs share their pixels: x comes from DRAM once, and from L2 for each further block of channels.
     channel_tiles: tl.constexpr = (K + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0)
@@ -165,9 +162,7 @@ def conv2d_act_kernel(  # noqa: ANN201
             valid_w = _valid_weights(step, k, valid_n, R * S * C, BLOCK_K)
             b_kn = tl.load(weight_row[None, :] + (step * BLOCK_K + k)[:, None], mask=valid_w, other=0.0)
             weights = weights + (b_kn,)  # noqa: RUF005 - Triton cannot unpack
-        if PDL:
-            # below this line stand all reads of what the predecessor wrote, and the only write
-            gdc_wait()
+        wait_for_predecessor(PDL)
         gathered = ()
         for step in tl.static_range(STEPS):
             offset, valid_x = _tap(step, k, h, w, valid_m, C, H, W, R, S, PADDED, X_PITCH, BLOCK_K)
@@ -176,8 +171,7 @@ def conv2d_act_kernel(  # noqa: ANN201
         for step in tl.static_range(STEPS):
             acc = tl.dot(gathered[step], weights[step], acc, input_precision=PRECISION)
     else:
-        if PDL:
-            gdc_wait()
+        wait_for_predecessor(PDL)
         for step in range(0, STEPS):
             offset, valid_x = _tap(step, k, h, w, valid_m, C, H, W, R, S, PADDED, X_PITCH, BLOCK_K)
             valid_w = _valid_weights(step, k, valid_n, R * S * C, BLOCK_K)
@@ -288,7 +282,9 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
     """The launch for one call; `arguments` are Problem's. Runs nothing."""
     problem = Problem(**arguments)
     conv, target = problem.conv, target or target_of(problem.x)
-    config = config or tuned_config(OP, Config, **arguments) or default_config(problem, target)
+    if config is None:
+        tuned = tuned_config(OP, Config, lambda c: c.is_valid(problem, target), **arguments)
+        config = tuned or default_config(problem, target)
     if not config.is_valid(problem, target):
         raise ValueError(f"conv2d_act: {config} is not valid for {conv} on {target.arch}")
     y = problem.output()
@@ -342,7 +338,7 @@ def _tiles(problem: Problem, block_m: int, block_n: int) -> int:
 
 def _widest(conv: ConvProblem) -> int:
     """No block of output channels is wider than K needs."""
-    return max(16, _next_power_of_2(conv.k))
+    return max(16, next_power_of_2(conv.k))
 
 
 def _block_k(problem: Problem) -> int:
@@ -353,11 +349,7 @@ def _block_k(problem: Problem) -> int:
         return full
     if conv.c % (full // 2) == 0:
         return full // 2
-    return min(full, max(16, _next_power_of_2(conv.c * conv.taps)))
-
-
-def _next_power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+    return min(full, max(16, next_power_of_2(conv.c * conv.taps)))
 
 
 SAMPLES = (

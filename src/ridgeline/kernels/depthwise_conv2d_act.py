@@ -19,31 +19,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem, conv_forward, problem_of
-from ridgeline.kernels._nhwc import (
-    ACTIVATIONS,
-    activate,
-    check_map,
-    empty_nhwc,
-    partly_shared,
-    pixel_pitch,
-    random_nhwc,
-    share_elements,
-)
-from ridgeline.kernels._op import Launch, Launcher, Sample, Target, check_launchable, define, target_of
+from ridgeline.kernels._conv import FLOATS, ConvCall
+from ridgeline.kernels._nhwc import activate, cdiv, next_power_of_2, random_nhwc, wait_for_predecessor
+from ridgeline.kernels._op import Launch, Launcher, Sample, Target, check_launchable, define, target_of, tuned_config
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_INT32_ELEMENTS = 2**31
 _VECTOR_BYTES = 16
 _MAX_ELEMENTS = 32  # fp32 accumulators a thread
 # A 3x3 filter of 8 channels fits a thread's registers beside its accumulators, a 5x5 filter does not.
@@ -103,8 +92,6 @@ def depthwise_conv2d_act_kernel(  # noqa: ANN201
     X_PITCH: tl.constexpr, RESIDUAL_PITCH: tl.constexpr, Y_PITCH: tl.constexpr, ACT: tl.constexpr,
     WIDE: tl.constexpr, PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
     # Neighbouring programs share their pixels, and with them the DRAM sectors that a block of channels only half uses.
     channel_tiles: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     tile = tl.program_id(0)
@@ -128,7 +115,7 @@ def depthwise_conv2d_act_kernel(  # noqa: ANN201
             for tap in tl.static_range(R * S):
                 kept = tl.load(weight_ptr + tap * C + c, mask=valid_c, other=0.0)
                 taps = taps + (kept,)  # noqa: RUF005 - Triton cannot unpack
-        gdc_wait()
+    wait_for_predecessor(PDL)
 
     image = m // (HO * WO)
     h = m // WO % HO * STRIDE_H - PAD_H
@@ -156,57 +143,19 @@ def depthwise_conv2d_act_kernel(  # noqa: ANN201
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One call, checked. `out` is where y goes, channels_last or a channel slice of it; None: not allocated yet."""
+class Problem(ConvCall):
+    """One call of this op, checked."""
 
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
-    residual: Tensor | None = None
-    stride: Sequence[int] = (1, 1)
-    padding: Sequence[int] = (0, 0)
-    act: str = "silu"
-    pdl: bool = False
-    out: Tensor | None = None
+    name = "depthwise_conv2d_act"
 
-    def __post_init__(self) -> None:
-        x, weight, bias = self.x, self.weight, self.bias
-        if x.dim() != 4 or weight.dim() != 4:
-            _refuse(f"x and weight must have 4 axes, got shapes {tuple(x.shape)} and {tuple(weight.shape)}")
-        if x.dtype not in FLOATS or weight.dtype != x.dtype:
-            _refuse(f"x and weight must share one of fp32, fp16, bf16, got {x.dtype} and {weight.dtype}", TypeError)
-        if weight.shape[:2] != (x.shape[1], 1) or 0 in weight.shape:
-            _refuse(f"weight must be [{x.shape[1]}, 1, R, S] like the channels of x, got {tuple(weight.shape)}")
-        if self.act not in ACTIVATIONS:
-            _refuse(f"act must be one of {', '.join(ACTIVATIONS)}, got {self.act!r}")
-        for name, pair, least in (("stride", self.stride, 1), ("padding", self.padding, 0)):
-            if len(pair) != 2 or min(pair) < least:
-                _refuse(f"{name} must be two numbers of at least {least}, got {tuple(pair)}")
+    def check_weight(self) -> None:
+        channels, weight = self.x.shape[1], self.weight
+        if weight.shape[:2] != (channels, 1) or 0 in weight.shape:
+            self.refuse(f"weight must be [{channels}, 1, R, S] like the channels of x, got {tuple(weight.shape)}")
         if not is_packed(weight):
-            _refuse(f"weight must be stored as [R, S, C], got strides {weight.stride()}: use depthwise_conv2d_act.pack")
-        check_bias("depthwise_conv2d_act", bias, x.shape[1], x.dtype)
-        check_map("depthwise_conv2d_act", "x", x, like=x, shape=tuple(x.shape))
-        for name, tensor in (("residual", self.residual), ("out", self.out)):
-            if tensor is not None:
-                check_map("depthwise_conv2d_act", name, tensor, like=x, shape=self.out_shape)
-        if self.out is not None and share_elements(self.out, x):
-            _refuse("out must not share memory with x: other programs still read what would be written")
-        if self.out is not None and self.residual is not None and partly_shared(self.out, self.residual):
-            _refuse("out must be the residual itself or share no memory with it, got shifted channels of one buffer")
-        check_device("depthwise_conv2d_act", x, weight=weight, bias=bias, residual=self.residual, out=self.out)
-
-    @property
-    def conv(self) -> ConvProblem:
-        return problem_of(self.x, self.weight, self.stride, self.padding, (1, 1), self.x.shape[1])
-
-    @property
-    def out_shape(self) -> tuple[int, int, int, int]:
-        conv = self.conv
-        return conv.n, conv.k, conv.oh, conv.ow
-
-    @property
-    def pixels(self) -> int:
-        return self.out_shape[0] * self.out_shape[2] * self.out_shape[3]
+            self.refuse(
+                f"weight must be stored as [R, S, C], got strides {weight.stride()}: use depthwise_conv2d_act.pack"
+            )
 
 
 @dataclass(frozen=True)
@@ -224,7 +173,7 @@ class Config:
             and self.num_warps in (1, 2, 4, 8)
             and self.block_m * self.block_c <= _MAX_ELEMENTS * 32 * self.num_warps
             # a filter row with as many channels as threads is loaded one by one and dealt out through shared memory
-            and self.block_c <= min(16 * self.num_warps, triton.next_power_of_2(problem.x.shape[1]))
+            and self.block_c <= min(16 * self.num_warps, next_power_of_2(problem.x.shape[1]))
         )
 
 
@@ -240,7 +189,7 @@ def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Confi
     problem = Problem(**arguments)
     target = target or target_of(problem.x)
     default = default_config(problem, target)
-    widths = {default.block_c, max(8, default.block_c // 2), triton.next_power_of_2(problem.x.shape[1])}
+    widths = {default.block_c, max(8, default.block_c // 2), next_power_of_2(problem.x.shape[1])}
     tried = (Config(m, c, warps) for c in sorted(widths) for m in (4, 8, 16, 32, 64, 128) for warps in (1, 2, 4, 8))
     worth = (t for t in tried if 4 <= t.block_m * t.block_c // (32 * t.num_warps) <= 16)
     return (default, *(t for t in worth if t != default and t.is_valid(problem, target)))
@@ -249,38 +198,23 @@ def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Confi
 def plan(*, config: Config | None = None, target: Target | None = None, **arguments: Any) -> Launch:
     """The launch for one call; `arguments` are Problem's. Runs nothing."""
     problem = Problem(**arguments)
-    conv, target = problem.conv, target or target_of(problem.x)
-    config = config or default_config(problem, target)
+    target = target or target_of(problem.x)
+    if config is None:
+        tuned = tuned_config(OP, Config, lambda c: c.is_valid(problem, target), **arguments)
+        config = tuned or default_config(problem, target)
     if not config.is_valid(problem, target):
-        raise ValueError(f"depthwise_conv2d_act: {config} is not valid for {conv} on {target.arch}")
-    y = empty_nhwc(problem.out_shape, like=problem.x) if problem.out is None else problem.out
-    maps = {"x": problem.x, "residual": problem.residual, "y": y}
-    pitches = {name: 0 if t is None else pixel_pitch(t) or 0 for name, t in maps.items()}
-    extents = [t.shape[0] * t.shape[2] * t.shape[3] * pitches[name] for name, t in maps.items() if t is not None]
+        raise ValueError(f"depthwise_conv2d_act: {config} is not valid for {problem.conv} on {target.arch}")
+    y = problem.output()
     return Launch(
         kernel=depthwise_conv2d_act_kernel,
         grid=(_programs(problem, config),),
-        arguments={
-            "x_ptr": problem.x,
-            "weight_ptr": problem.weight,
-            "bias_ptr": problem.bias,
-            "residual_ptr": problem.residual,
-            "y_ptr": y,
-            "pixels": problem.pixels,
-        },
-        constants={
-            "C": conv.c, "H": conv.image[0], "W": conv.image[1], "R": conv.filter[0], "S": conv.filter[1],
-            "HO": conv.oh, "WO": conv.ow, "STRIDE_H": problem.stride[0], "STRIDE_W": problem.stride[1],
-            "PAD_H": problem.padding[0], "PAD_W": problem.padding[1],
-            "X_PITCH": pitches["x"], "RESIDUAL_PITCH": pitches["residual"], "Y_PITCH": pitches["y"],
-            "ACT": problem.act, "WIDE": max(extents) >= _INT32_ELEMENTS, "PDL": problem.pdl,
-            "BLOCK_M": config.block_m, "BLOCK_C": config.block_c,
-        },
+        arguments=problem.arguments(y),
+        constants={**problem.constants(y), "BLOCK_M": config.block_m, "BLOCK_C": config.block_c},
         num_warps=config.num_warps,
         num_stages=1,
-        pdl=problem.pdl,
         output=y,
-    )  # fmt: skip
+        pdl=problem.pdl,
+    )
 
 
 def depthwise_conv2d_act(
@@ -294,12 +228,12 @@ def depthwise_conv2d_act(
     act: str = "silu",
     pdl: bool = False,
 ) -> Tensor:
-    problem = Problem(x, weight, bias, residual, stride, padding, act, pdl)
-    y = empty_nhwc(problem.out_shape, like=x)
-    if y.numel():
+    choices = {"stride": stride, "padding": padding, "act": act, "pdl": pdl}
+    launch = plan(x=x, weight=weight, bias=bias, residual=residual, **choices)
+    if launch.output.numel():
         check_launchable("depthwise_conv2d_act", depthwise_conv2d_act_kernel, x)
-        plan(**vars(replace(problem, out=y))).run()
-    return y
+        launch.run()
+    return launch.output
 
 
 # (elements, warps) of a tile: two vectors of 8 a thread where there is work for it, one where there is not.
@@ -307,36 +241,14 @@ _TILES = ((4096, 8), (2048, 4), (1024, 4), (512, 2), (256, 1))
 
 
 def _programs(problem: Problem, config: Config) -> int:
-    return triton.cdiv(problem.pixels, config.block_m) * triton.cdiv(problem.x.shape[1], config.block_c)
+    return cdiv(problem.pixels, config.block_m) * cdiv(problem.x.shape[1], config.block_c)
 
 
 def _block_c(problem: Problem) -> int:
     """The widest power of two up to 64 that divides C and keeps loads 16 bytes wide; without one, C rounded up."""
     channels, vector = problem.x.shape[1], _VECTOR_BYTES // problem.x.element_size()
     divisor = channels & -channels
-    return min(divisor, 64) if divisor >= vector else min(triton.next_power_of_2(channels), 64)
-
-
-def check_bias(op: str, bias: Tensor | None, channels: int, dtype: torch.dtype) -> None:
-    """Refuse a bias that is not one adjacent fp32 or `dtype` value a channel."""
-    if bias is not None and not (
-        tuple(bias.shape) == (channels,) and bias.is_contiguous() and bias.dtype in (torch.float32, dtype)
-    ):
-        raise ValueError(
-            f"{op}: bias must be contiguous, of shape ({channels},) and float32 or {dtype}, "
-            f"got {tuple(bias.shape)}, strides {bias.stride()}, {bias.dtype}"
-        )
-
-
-def check_device(op: str, x: Tensor, **others: Tensor | None) -> None:
-    """Refuse tensors that do not live beside x."""
-    for name, tensor in others.items():
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{op}: {name} must be on {x.device} like x, got {tensor.device}")
-
-
-def _refuse(text: str, kind: type[Exception] = ValueError) -> NoReturn:
-    raise kind(f"depthwise_conv2d_act: {text}")
+    return min(divisor, 64) if divisor >= vector else min(next_power_of_2(channels), 64)
 
 
 def _sample(why: str, x: tuple[int, int, int, int], filter_size: tuple[int, int] = (3, 3), **choices: Any) -> Sample:

@@ -15,14 +15,15 @@ one: the answer is the first k of all pairs in the order (logit descending, larg
 anchor, class), because an anchor outside its first step has k anchors before it, each with a pair before all of its
 own. So no exact selection is needed until the last kernel:
 
-1. `group_maxima`  deals the anchors into groups, more than k of them, and takes the largest logit of each.
-2. `collect`       bounds the k-th anchor from below by the k-th largest group maximum, found by bisection (each
+1. `group_maxima`  deals the pairs into groups, more than k of them, and takes the largest logit of each.
+2. `collect`       bounds the k-th pair from below by the k-th largest group maximum, found by bisection (each
                    program for itself: cheaper than another kernel), and appends the pairs that reach it to a list.
+                   Of the pairs equal to the bound, those of later anchors with no better pair are left out.
 3. `rank`          counts, for every pair of the list, the pairs before it. That count is its row.
 
-Nothing is sorted, the order of the list is free, and every step spreads over the whole GPU. A trained YOLO26 lists
-about two pairs a detection. The list has room for all anchors · C pairs, so no input can overflow it; one on which
-most logits are equal is ranked in time quadratic in their number.
+Nothing is sorted, the order of the list is free, and every step spreads over the whole GPU. The list has room for all
+anchors · C pairs, so no input can overflow it; one on which most logits are equal is ranked in time quadratic in their
+number.
 """
 
 from __future__ import annotations
@@ -31,18 +32,17 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
-import triton
 from torch import Tensor
 
 from ridgeline.cost import Cost
-from ridgeline.kernels._nhwc import check_map, pixel_pitch, random_nhwc
-from ridgeline.kernels._op import Launch, Launcher, Sample, Target, check_launchable, define, target_of
+from ridgeline.kernels._conv import FLOATS, INT32_ELEMENTS
+from ridgeline.kernels._nhwc import cdiv, check_map, next_power_of_2, pixel_pitch, random_nhwc
+from ridgeline.kernels._op import Launch, Launcher, Sample, Target, check_launchable, define, target_of, tuned_config
 from ridgeline.kernels._topk import collect_kernel, group_maxima_kernel, rank_kernel
 from ridgeline.models.postprocess import MAX_DETECTIONS, STRIDES, anchor_grid, decode_xyxy, top_detections
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_INT32_ELEMENTS = 2**31
-_BLOCK_LIST = 1024  # pairs that `rank` compares with at once; a trained detector lists fewer
+_BLOCK_LIST = 1024  # pairs that `rank` compares with at once; most lists are shorter
+_MOST_LOGITS = 8192  # of a program of `group_maxima`: 64 a thread
 
 
 def reference(
@@ -115,9 +115,9 @@ class Problem:
             for name, tensor in (("box", box), ("logits", logit)):
                 if tensor.device != first.device:
                     _refuse(f"{name}_p{level} must be on {first.device} like box_p3, got {tensor.device}")
-                if size[0] * size[1] * (pixel_pitch(tensor) or 0) >= _INT32_ELEMENTS:
+                if size[0] * size[1] * (pixel_pitch(tensor) or 0) >= INT32_ELEMENTS:
                     _refuse(f"{name}_p{level} must span less than 2^31 elements an image, got {tuple(tensor.shape)}")
-        if self.anchors * self.classes >= _INT32_ELEMENTS:
+        if self.anchors * self.classes >= INT32_ELEMENTS:
             _refuse(f"anchors times classes must be below 2^31, got {self.anchors} times {self.classes}")
 
     @property
@@ -146,17 +146,25 @@ class Problem:
         return min(self.limit, self.anchors)
 
     @property
+    def chunk(self) -> int:
+        """Classes of a group."""
+        return min(16, next_power_of_2(self.classes))
+
+    @property
     def group(self) -> int:
-        """Anchors of a group: the most that leave half as many groups again as there are detections."""
-        sizes = (size for size in (64, 32, 16, 8, 4, 2) if 2 * self.groups(size) >= 3 * self.detections)
+        """Cells of a group: the most that leave four groups for each detection, which lets a third more pairs through
+        where the best fall into groups at random."""
+        most = max(1, min(64, _MOST_LOGITS // next_power_of_2(self.classes)))
+        sizes = (size for size in (64, 32, 16, 8, 4, 2) if size <= most and self.groups(size) >= 4 * self.detections)
         return next(sizes, 1)
 
     def groups(self, group: int) -> int:
-        return sum(triton.cdiv(cells, group) for cells in self.cells)
+        """Groups of `group` cells, each chunk of the classes for itself."""
+        return sum(cdiv(cells, group) for cells in self.cells) * cdiv(self.classes, self.chunk)
 
     def tiles(self, cells: int, group: int = 1) -> int:
         """Programs that take `cells` anchors of one level each, in groups of `group`."""
-        return sum(triton.cdiv(triton.cdiv(level, group), cells // group) for level in self.cells)
+        return sum(cdiv(cdiv(level, group), cells // group) for level in self.cells)
 
 
 @dataclass(frozen=True)
@@ -169,7 +177,7 @@ class Config:
 
     def is_valid(self, problem: Problem, target: Target) -> bool:  # noqa: ARG002 - the contract's signature
         """Whether blocks are powers of two and a thread of `collect` keeps its logits in registers."""
-        logits = self.collect_anchors * triton.next_power_of_2(problem.classes)
+        logits = self.collect_anchors * next_power_of_2(problem.classes)
         return (
             all(block >= 1 and block & (block - 1) == 0 for block in (self.collect_anchors, self.rank_rows))
             and self.num_warps in (1, 2, 4, 8)
@@ -192,7 +200,7 @@ class LastLaunch(Launch):
 
 def default_config(problem: Problem, target: Target) -> Config:  # noqa: ARG001 - the contract's signature
     """Sixteen logits a thread in `collect`; in `rank` a list of 1024 pairs fills two programs a multiprocessor."""
-    return Config(max(1, min(64, 2048 // triton.next_power_of_2(problem.classes))), 4, 4)
+    return Config(max(1, min(64, 2048 // next_power_of_2(problem.classes))), 4, 4)
 
 
 def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
@@ -208,10 +216,13 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
     """The launches for one call; `arguments` are Problem's. Runs nothing."""
     problem = Problem(**arguments)
     target = target or target_of(problem.box_p3)
-    config = config or default_config(problem, target)
+    if config is None:
+        tuned = tuned_config(OP, Config, lambda c: c.is_valid(problem, target), **arguments)
+        config = tuned or default_config(problem, target)
     if not config.is_valid(problem, target):
         raise ValueError(f"detect_topk: {config} is not valid for {problem.classes} classes on {target.arch}")
     n, group = problem.box_p3.shape[0], problem.group
+    cells = max(group, min(64, _MOST_LOGITS // next_power_of_2(problem.classes)))
     y = _empty(problem, (n, problem.detections, 6), torch.float32) if problem.out is None else problem.out
     groups = {
         name: _empty(problem, (n, problem.groups(group)), torch.int32) for name in ("group_key_ptr", "group_anchor_ptr")
@@ -227,11 +238,11 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
     options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": 1, "pdl": problem.pdl}
     maxima = Launch(
         kernel=group_maxima_kernel,
-        grid=(problem.tiles(64, group), n),
+        grid=(problem.tiles(cells, group), n),
         arguments={**maps, **groups, **count},
         constants={
-            **shared, **logit_pitches, "GROUP": group, "GROUPS": problem.groups(group), "PER_PROGRAM": 64 // group,
-            "BLOCK_C": min(16, triton.next_power_of_2(problem.classes)),
+            **shared, **logit_pitches, "GROUP": group, "CHUNK": problem.chunk, "GROUPS": problem.groups(group),
+            "PER_PROGRAM": cells // group, "BLOCK_C": next_power_of_2(problem.classes),
         },
         output=groups["group_key_ptr"],
         **options,
@@ -242,14 +253,14 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
         arguments={**maps, **groups, **count, **found},
         constants={
             **shared, **logit_pitches, "K": problem.detections, "GROUPS": problem.groups(group),
-            "BLOCK_G": triton.next_power_of_2(problem.groups(group)), "BLOCK_A": config.collect_anchors,
-            "BLOCK_C": triton.next_power_of_2(problem.classes),
+            "BLOCK_G": next_power_of_2(problem.groups(group)), "BLOCK_A": config.collect_anchors,
+            "BLOCK_C": next_power_of_2(problem.classes),
         },
         output=found["order_ptr"],
         **options,
     )  # fmt: skip
     # every pair of a usual list is a row of some program; a longer list takes more rounds
-    programs = triton.cdiv(min(_BLOCK_LIST, problem.anchors * problem.classes), config.rank_rows)
+    programs = cdiv(min(_BLOCK_LIST, problem.anchors * problem.classes), config.rank_rows)
     return LastLaunch(
         kernel=rank_kernel,
         grid=(programs, n),

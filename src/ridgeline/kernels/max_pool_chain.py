@@ -25,15 +25,22 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.cost import Cost
-from ridgeline.kernels._nhwc import check_map, empty_nhwc, pixel_pitch, random_nhwc, share_elements
-from ridgeline.kernels._op import Launch, Launcher, Sample, Target, check_launchable, define, target_of
+from ridgeline.kernels._conv import FLOATS, INT32_ELEMENTS
+from ridgeline.kernels._nhwc import (
+    cdiv,
+    check_map,
+    empty_nhwc,
+    next_power_of_2,
+    pixel_pitch,
+    random_nhwc,
+    share_elements,
+    wait_for_predecessor,
+)
+from ridgeline.kernels._op import Launch, Launcher, Sample, Target, check_launchable, define, target_of, tuned_config
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 WIDEST_WINDOW = 63  # the loads of one row are unrolled
-_INT32_ELEMENTS = 2**31
 _VECTOR_BYTES = 8
 _MAX_ROWS = 8  # beyond it compiling takes seconds
 
@@ -58,8 +65,6 @@ def max_pool_chain_kernel(  # noqa: ANN201
     X_PITCH: tl.constexpr, Y_PITCH: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
     channel_tiles: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     tile = tl.program_id(0)
     m = tile // channel_tiles * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
@@ -75,8 +80,7 @@ def max_pool_chain_kernel(  # noqa: ANN201
     w = m % W
     x_image = x_ptr + m // (H * W) * (H * W * X_PITCH) + c
     y_pixel = y_ptr + m * Y_PITCH + c
-    if PDL:
-        gdc_wait()
+    wait_for_predecessor(PDL)
 
     x = tl.load(x_ptr + m * X_PITCH + c, mask=valid_c, other=0.0)
     tl.store(y_pixel, x, mask=valid_y)
@@ -161,7 +165,7 @@ class Config:
             all(block >= 1 and block & (block - 1) == 0 for block in (self.block_m, self.block_c))
             and self.num_warps in (1, 2, 4, 8)
             and self.block_m * self.block_c <= 16 * 32 * self.num_warps
-            and self.block_c <= triton.next_power_of_2(problem.x.shape[1])
+            and self.block_c <= next_power_of_2(problem.x.shape[1])
             and 1 <= self.rows <= _MAX_ROWS
         )
 
@@ -173,7 +177,7 @@ def default_config(problem: Problem, target: Target) -> Config:
     """
     channels, vector = problem.x.shape[1], _VECTOR_BYTES // problem.x.element_size()
     divisor = channels & -channels
-    block_c = min(divisor, 64) if divisor >= vector else min(triton.next_power_of_2(channels), 64)
+    block_c = min(divisor, 64) if divisor >= vector else min(next_power_of_2(channels), 64)
     tiles = [Config(max(1, 32 * warps * vector // block_c), block_c, 4, warps) for warps in (8, 4, 2, 1)]
     return next((tile for tile in tiles if _programs(problem, tile) >= target.sm_count), tiles[-1])
 
@@ -183,7 +187,7 @@ def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Confi
     problem = Problem(**arguments)
     target = target or target_of(problem.x)
     default = default_config(problem, target)
-    widths = sorted({default.block_c, max(1, default.block_c // 2), triton.next_power_of_2(problem.x.shape[1])})
+    widths = sorted({default.block_c, max(1, default.block_c // 2), next_power_of_2(problem.x.shape[1])})
     blocks = [(m, c) for c in widths for m in (1, 2, 4, 8, 16, 32)]
     tried = (Config(m, c, rows, warps) for rows in (4, 2, 7) for m, c in blocks for warps in (1, 2, 4, 8))
     worth = (t for t in tried if 2 <= t.block_m * t.block_c // (32 * t.num_warps) <= 8)
@@ -194,7 +198,9 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
     """The launch for one call; `arguments` are Problem's. Runs nothing."""
     problem = Problem(**arguments)
     target = target or target_of(problem.x)
-    config = config or default_config(problem, target)
+    if config is None:
+        tuned = tuned_config(OP, Config, lambda c: c.is_valid(problem, target), **arguments)
+        config = tuned or default_config(problem, target)
     if not config.is_valid(problem, target):
         raise ValueError(f"max_pool_chain: {config} is not valid for {tuple(problem.x.shape)} on {target.arch}")
     y = empty_nhwc(problem.out_shape, like=problem.x) if problem.out is None else problem.out
@@ -207,7 +213,7 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
         constants={
             "C": c, "H": h, "W": w, "SIZE": problem.size, "COUNT": problem.count,
             "X_PITCH": x_pitch, "Y_PITCH": y_pitch,
-            "WIDE": problem.pixels * max(x_pitch, y_pitch) >= _INT32_ELEMENTS, "PDL": problem.pdl,
+            "WIDE": problem.pixels * max(x_pitch, y_pitch) >= INT32_ELEMENTS, "PDL": problem.pdl,
             "BLOCK_M": config.block_m, "BLOCK_C": config.block_c, "ROWS": config.rows,
         },
         num_warps=config.num_warps,
@@ -227,7 +233,7 @@ def max_pool_chain(x: Tensor, *, size: int, count: int, pdl: bool = False) -> Te
 
 
 def _programs(problem: Problem, config: Config) -> int:
-    return triton.cdiv(problem.pixels, config.block_m) * triton.cdiv(problem.x.shape[1], config.block_c)
+    return cdiv(problem.pixels, config.block_m) * cdiv(problem.x.shape[1], config.block_c)
 
 
 def _refuse(text: str, kind: type[Exception] = ValueError) -> NoReturn:

@@ -23,7 +23,6 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.cost import Cost
 from ridgeline.kernels import conv2d_act
@@ -36,6 +35,7 @@ from ridgeline.kernels._nhwc import (
     random_nhwc,
     share_elements,
     split_pixel,
+    wait_for_predecessor,
 )
 from ridgeline.kernels._op import Launch, Launcher, Sample, Target, check_launchable, define, target_of, tuned_config
 from ridgeline.kernels.conv2d_act import Config
@@ -85,8 +85,6 @@ def upsample_concat_conv_act_kernel(  # noqa: ANN201
     ACT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
     channel_tiles: tl.constexpr = (K + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0)
     m = tile // channel_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -100,9 +98,7 @@ def upsample_concat_conv_act_kernel(  # noqa: ANN201
     if bias_ptr is not None:
         bias_n = tl.load(bias_ptr + n, mask=valid_n, other=0.0).to(tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if PDL:
-        # below this line stand all reads of what the predecessor wrote, and the only write
-        gdc_wait()
+    wait_for_predecessor(PDL)
     # C1 and C2 are multiples of BLOCK_K, so no step needs a mask along the reduction
     for step in range(0, C1 // BLOCK_K):
         c = step * BLOCK_K + k
@@ -204,7 +200,9 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
     """The launch for one call; `arguments` are Problem's. Runs nothing."""
     problem, target = Problem(**arguments), target or target_of(arguments["fine"])
     joined = problem.joined
-    config = config or tuned_config(OP, Config, **arguments) or candidates(target=target, **arguments)[0]
+    if config is None:
+        tuned = tuned_config(OP, Config, lambda c: is_valid(c, problem, target), **arguments)
+        config = tuned or candidates(target=target, **arguments)[0]
     if not is_valid(config, problem, target):
         raise ValueError(f"{NAME}: {config} is not valid for {joined.conv} on {target.arch}")
     y = empty_nhwc(joined.out_shape, like=problem.fine) if problem.out is None else problem.out
@@ -223,7 +221,7 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
         constants={
             "C1": problem.coarse.shape[1], "C2": problem.fine.shape[1], "K": joined.conv.k,
             "H": problem.fine.shape[2], "W": problem.fine.shape[3],
-            **{name: pixel_pitch(tensor) for name, tensor in pitches.items()},
+            **{name: pixel_pitch(tensor) or 0 for name, tensor in pitches.items()},
             "ACT": problem.act, "PRECISION": problem.precision, "PDL": problem.pdl,
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
         },

@@ -33,11 +33,12 @@ def _twin(node: fx.Node) -> torch._ops.OpOverload | None:
     """aten.relu for aten.relu_: the overload of equal name, where operands and result share one dtype."""
     if len(node.args) == 0 or mutated(node) != (node.args[0],) or not isinstance(node.meta.get("val"), Tensor):
         return None
-    namespace, _, name = node.target._schema.name.partition("::")
+    schema, overload = node.target._schema, node.target._overloadname  # pyright: ignore[reportFunctionMemberAccess]
+    namespace, _, name = schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None) if name.endswith("_") else None
     operands = [source.meta.get("val") for source in node.all_input_nodes]
     one_dtype = all(isinstance(operand, Tensor) and operand.dtype == value(node).dtype for operand in operands)
-    return getattr(packet, node.target._overloadname, None) if packet is not None and one_dtype else None
+    return getattr(packet, overload, None) if packet is not None and one_dtype else None
 
 
 def _seen_elsewhere(node: fx.Node) -> bool:

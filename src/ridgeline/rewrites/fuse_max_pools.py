@@ -38,7 +38,8 @@ def apply(graph_module: fx.GraphModule) -> int:
         replace(cat, fused)
         sites += 1
     finish(graph_module)
-    repair_layout(graph_module, max_pool_chain.OP.overload)
+    if sites:
+        repair_layout(graph_module, max_pool_chain.OP.overload)
     return sites
 
 

@@ -7,7 +7,7 @@ from torch import fx
 
 from ridgeline.kernels import conv2d_act, upsample_concat_conv_act
 from ridgeline.kernels.upsample_concat_conv_act import CHANNEL_STEP
-from ridgeline.rewrites._match import argument, calls, finish, only_user, replace, value
+from ridgeline.rewrites._match import argument, calls, finish, only_user, repair_layout, replace, value
 
 _aten = torch.ops.aten
 
@@ -19,10 +19,11 @@ def apply(graph_module: fx.GraphModule) -> int:
     someone else reads, a residual, padding, channels that are no multiple of the matrix instruction's step.
     """
     sites = 0
+    upsamples = set(calls(graph_module, _aten.upsample_nearest2d.vec))
     for conv in calls(graph_module, conv2d_act.OP.overload):
         source, weight, bias, residual = conv.args
         plain = set(conv.kwargs["stride"]) == {1} and set(conv.kwargs["padding"]) == {0} and residual is None
-        pair = _sources(source, conv) if plain and value(weight).shape[2:] == (1, 1) else None
+        pair = _sources(source, conv, upsamples) if plain and value(weight).shape[2:] == (1, 1) else None
         if pair is None:
             continue
         choices = {name: conv.kwargs[name] for name in ("act", "precision", "pdl") if name in conv.kwargs}
@@ -33,17 +34,19 @@ def apply(graph_module: fx.GraphModule) -> int:
         replace(conv, fused)
         sites += 1
     finish(graph_module)
+    if sites:
+        repair_layout(graph_module, upsample_concat_conv_act.OP.overload)
     return sites
 
 
-def _sources(cat: fx.Node, conv: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+def _sources(cat: fx.Node, conv: fx.Node, upsamples: set[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
     """(coarse, fine) of a concat that only `conv` reads."""
     if cat.target is not _aten.cat.default or argument(cat, 1, 0) != 1 or only_user(cat, conv.target) is not conv:
         return None
     if len(cat.args[0]) != 2:
         return None
     upsample, fine = cat.args[0]
-    if upsample.target is not _aten.upsample_nearest2d.vec or only_user(upsample, cat.target) is not cat:
+    if upsample not in upsamples or only_user(upsample, cat.target) is not cat:
         return None
     coarse, _, factors = upsample.args
     # a factor of 2.1 may also double the size, and reads other pixels

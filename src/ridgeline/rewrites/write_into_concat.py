@@ -35,7 +35,9 @@ def apply(graph_module: fx.GraphModule) -> int:
     refresh(graph_module)
     _name_slices(graph_module)
     views = frozenset(
-        node for node in graph_module.graph.nodes if any(memory(node) & memory(a) for a in node.all_input_nodes)
+        node
+        for node in graph_module.graph.nodes
+        if node.op == "call_function" and any(memory(node) & memory(source) for source in node.all_input_nodes)
     )
     sites = 0
     for cat in calls(graph_module, _aten.cat.default):
