@@ -12,6 +12,7 @@ import argparse
 import copy
 import sys
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 
 import torch
@@ -25,7 +26,9 @@ from ridgeline.models.yolo26 import SCALES, YOLO26, fuse, randomise_
 from ridgeline.recipe import Recipe
 from ridgeline.timing import time_many
 from ridgeline.verifier import detection_errors
+from ridgeline.workloads import images, letterbox
 
+STREET = Path(str(files("ridgeline") / "assets" / "street.jpg"))
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32, "fp32": torch.float32}
 
 
@@ -35,7 +38,9 @@ def main() -> int:
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["fp16"])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--weights", type=Path, help="an official checkpoint of the one --scale")
-    parser.add_argument("--image", type=Path, help="a letterboxed image [3, H, W] as a .pt tensor; default: noise")
+    parser.add_argument(
+        "--image", type=Path, default=STREET, help="letterboxed to 640x640; default: the bundled picture"
+    )
     parser.add_argument(
         "--inductor", action="store_true", help="also time torch.compile(mode='max-autotune') (minutes)"
     )
@@ -61,11 +66,9 @@ def bench(model: YOLO26, dtype: str, a: argparse.Namespace, where: _rows.Machine
     tf32 = dtype == "tf32"
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
-    generator = torch.Generator("cuda").manual_seed(0)
-    if a.image:
-        image = torch.load(a.image, weights_only=True).cuda()[None].expand(a.batch, -1, -1, -1)
-    else:
-        image = torch.rand((a.batch, 3, 640, 640), device="cuda", generator=generator)
+    picture = images.read_image(a.image)
+    placed = letterbox.apply(picture, letterbox.plan(*picture.shape[:2], 640, mode="square"))
+    image = letterbox.to_tensor([placed] * a.batch, device="cuda")
     x = image.to(DTYPES[dtype]).contiguous(memory_format=torch.channels_last)
     with torch.no_grad():
         reference = copy.deepcopy(model).double()(image.double())

@@ -9,27 +9,38 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from ridgeline import compiler as compiler
     from ridgeline import demo as demo
     from ridgeline import doctor as doctor
     from ridgeline import kernels as kernels
     from ridgeline import models as models
     from ridgeline import profiler as profiler
+    from ridgeline import recipe as recipe
     from ridgeline import report_html as report_html
     from ridgeline import report_text as report_text
     from ridgeline import sass as sass
     from ridgeline import specs as specs
     from ridgeline import targets as targets
+    from ridgeline import tuned as tuned
     from ridgeline import workloads as workloads
+    from ridgeline.compiler import Compiled as Compiled
+    from ridgeline.compiler import compile as compile  # noqa: A004
+    from ridgeline.compiler import tune as tune
     from ridgeline.cost import Cost as Cost
     from ridgeline.cost import CostMode as CostMode
     from ridgeline.cost import register_cost as register_cost
     from ridgeline.profiler import estimate as estimate
+    from ridgeline.recipe import Recipe as Recipe
     from ridgeline.report import Report as Report
     from ridgeline.report import Row as Row
     from ridgeline.specs import DeviceSpec as DeviceSpec
     from ridgeline.specs import find_spec as find_spec
 
 _HOME = {
+    "Compiled": "ridgeline.compiler",
+    "compile": "ridgeline.compiler",
+    "tune": "ridgeline.compiler",
+    "Recipe": "ridgeline.recipe",
     "Cost": "ridgeline.cost",
     "CostMode": "ridgeline.cost",
     "register_cost": "ridgeline.cost",
@@ -41,16 +52,19 @@ _HOME = {
 }
 _MODULES = frozenset(
     {
+        "compiler",
         "demo",
         "doctor",
         "kernels",
         "models",
         "profiler",
+        "recipe",
         "report_html",
         "report_text",
         "sass",
         "specs",
         "targets",
+        "tuned",
         "workloads",
     }
 )

@@ -84,6 +84,40 @@ def sass(a: argparse.Namespace) -> int:
     return 0
 
 
+def tune(a: argparse.Namespace) -> int:
+    target = ridgeline.targets.resolve(a.model, batch=a.batch)
+    recipe = ridgeline.recipe.Recipe(dtype=a.dtype, precision=a.precision)
+    rows = ridgeline.compiler.tune(
+        *ridgeline.compiler.on_gpu(target.module, target.inputs),
+        recipe,
+        budget_s=a.budget,
+        force=a.force,
+        progress=lambda done, total, row: print(f"{row.op} {done}/{total}: {row.key}", file=sys.stderr, flush=True),
+    )
+    for row in rows:
+        print(json.dumps({"op": row.op, "key": row.key, "config": dict(row.config), "seconds": row.seconds}))
+    return 0
+
+
+def cache_ls(a: argparse.Namespace) -> int:  # noqa: ARG001
+    hashes = ridgeline.compiler.source_hashes()
+    for file in ridgeline.tuned.ls():
+        print(file.line(hashes))
+    return 0
+
+
+def cache_clear(a: argparse.Namespace) -> int:
+    for path in ridgeline.tuned.clear(op=a.op, device=a.gpu):
+        print(f"removed {path}")
+    return 0
+
+
+def cache_export(a: argparse.Namespace) -> int:
+    for path in ridgeline.tuned.export(a.folder, ridgeline.compiler.source_hashes(), device=a.gpu):
+        print(path)
+    return 0
+
+
 def demo(a: argparse.Namespace) -> int:
     spec = ridgeline.specs.choose_spec(a.gpu, default=DEFAULT_GPU)
     for line in ridgeline.demo.run(a.images, spec=spec, weights=a.weights, folder=a.out):
@@ -102,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="ridgeline", description="Drive convolutional vision networks to the GPU's roofline.")
     parser.add_argument("--version", action="version", version=f"ridgeline {ridgeline.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for add in (_add_roofline, _add_detect, _add_doctor, _add_sass, _add_demo):
+    for add in (_add_roofline, _add_detect, _add_tune, _add_cache, _add_doctor, _add_sass, _add_demo):
         add(verbs)
     return parser
 
@@ -144,6 +178,32 @@ def _add_detect(verbs: argparse._SubParsersAction) -> None:
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: the GPU when there is one"
     )
     p.add_argument("--format", choices=("json",), default="json", help="one object a line on stdout")
+
+
+def _add_tune(verbs: argparse._SubParsersAction) -> None:
+    p = _verb(verbs, "tune", tune, "search kernel configs for a model on this GPU, once, into the user's tables")
+    p.add_argument("model", metavar="MODEL", help="yolo26n|s|m|l|x, package.module:callable or file.py:callable")
+    p.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), default="fp16", help="default %(default)s")
+    p.add_argument(
+        "--precision", choices=("tf32", "ieee"), default="tf32", help="of fp32 products (default %(default)s)"
+    )
+    p.add_argument("--batch", type=int, help="images a call; default 1")
+    p.add_argument("--budget", type=float, metavar="SECONDS", help="begin no further problem of an op after this long")
+    p.add_argument("--force", action="store_true", help="time every candidate again, also where the table has times")
+
+
+def _add_cache(verbs: argparse._SubParsersAction) -> None:
+    p = verbs.add_parser(
+        "cache", help="tuned tables: list, clear, export", description="List, clear or export tuned tables."
+    )
+    actions = p.add_subparsers(dest="action", metavar="ACTION", required=True)
+    _verb(actions, "ls", cache_ls, "the user's tables, their rows and how many fit the present kernels")
+    clear = _verb(actions, "clear", cache_clear, "remove tables of the user")
+    clear.add_argument("--op", help="only this kernel's")
+    export = _verb(actions, "export", cache_export, "write the rows that fit the present kernels as tables to share")
+    export.add_argument("folder", type=Path, metavar="DIR")
+    for action in (clear, export):
+        action.add_argument("--gpu", help="only those of this GPU, as the driver prints its name")
 
 
 def _add_doctor(verbs: argparse._SubParsersAction) -> None:

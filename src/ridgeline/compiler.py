@@ -7,6 +7,7 @@ import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.fx.node import map_aggregate
 
 from ridgeline import tuned, tuning
 from ridgeline.cudagraph import Captured, capture
-from ridgeline.errors import NotEngaged, UsageError, VerificationFailed
+from ridgeline.errors import EnvironmentUnusable, NotEngaged, UsageError, VerificationFailed
 from ridgeline.graph import Finding, export, interior, is_view, refresh
 from ridgeline.kernels import ALL, Op
 from ridgeline.recipe import Recipe
@@ -146,6 +147,18 @@ def tune(
     for op, asked in problems(graph_module).items():
         rows += tuning.tune(op, asked, budget_s=budget_s, force=force, progress=progress)
     return tuple(rows)
+
+
+def on_gpu(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """The module and inputs on the current GPU. Raises EnvironmentUnusable without one."""
+    if not torch.cuda.is_available():
+        raise EnvironmentUnusable("this needs a CUDA GPU, and torch sees none: run `ridgeline doctor`")
+    return module.cuda(), tuple(tensor.cuda() for tensor in inputs)
+
+
+def source_hashes() -> dict[str, str]:
+    """The hash that rows of each op must carry to be used."""
+    return {op.name: tuned.source_hash(Path(inspect.getfile(op.launcher.plan))) for op in ALL}
 
 
 def problems(graph_module: fx.GraphModule) -> dict[Op, list[dict[str, Any]]]:

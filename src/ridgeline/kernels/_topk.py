@@ -54,7 +54,7 @@ def group_maxima_kernel(
     first_group = _of_level(in1, in2, 0, GROUPS0, GROUPS0 + GROUPS1)
     groups = (cells + GROUP - 1) // GROUP
 
-    # A group is CHUNK classes of every groups-th cell of a level: strong pairs of one object fall into different groups.
+    # A group is CHUNK classes of every groups-th cell of a level: the best pairs of one object fall into several groups.
     row = tl.arange(0, GROUP * PER_PROGRAM)
     group = tile * PER_PROGRAM + row % PER_PROGRAM
     cell = group + row // PER_PROGRAM * groups
