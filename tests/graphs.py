@@ -6,17 +6,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.utils._pytree as pytree
-import triton
 from torch import Tensor, fx, nn
 
-from ridgeline.graph import export
-from ridgeline.kernels import ALL
+from ridgeline.graph import export, repair_layout
+from ridgeline.kernels import ALL, _op
+from ridgeline.kernels._nhwc import pixel_pitch
+from ridgeline.kernels._op import INTERPRETED
 from ridgeline.numerics import compare
 from ridgeline.rewrites import PIPELINE
 
+KERNELS = tuple(overload for op in ALL for overload in (op.overload, op.into) if overload is not None)
 BY_NAME = {rewrite.name: rewrite.apply for rewrite in PIPELINE}
 
 
@@ -68,13 +71,22 @@ def targets(graph_module: fx.GraphModule) -> Counter[str]:
 def rewritten(
     module: nn.Module, inputs: Sequence[Tensor], *names: str, sites: int | None = None
 ) -> tuple[fx.GraphModule, Counter[str]]:
-    """Export, apply the named rewrites, check the outputs; `sites` is what the last rewrite must have changed."""
+    """Export, apply the named rewrites as `compile` does, check the results.
+
+    `sites` is what the last rewrite must have changed. The targets are counted after the repair of layouts.
+    """
     graph_module = export(module, inputs)
     count = 0
     for name in names:
         count = BY_NAME[name](graph_module)
     if sites is not None:
         assert count == sites, f"{names[-1]} changed {count} sites, expected {sites}:\n{graph_module.graph}"
+    repair_layout(graph_module, KERNELS)
+    for node in graph_module.graph.nodes:
+        for source in node.all_input_nodes if node.target in KERNELS else ():
+            found = source.meta["val"]
+            readable = source.op == "get_attr" or found.dim() != 4 or pixel_pitch(found) is not None
+            assert readable, f"{node} reads {source}: {tuple(found.shape)}, strides {found.stride()}"
     check(graph_module, module, inputs)
     return graph_module, targets(graph_module)
 
@@ -107,15 +119,11 @@ def tensors(results: Any) -> list[Tensor]:
 @contextmanager
 def by_reference() -> Iterator[None]:
     """Run every op by its reference, as a machine without GPU and interpreter does: a hundred times faster."""
-    interpreted = triton.knobs.runtime.interpret
     with ExitStack() as stack:
-        for op in ALL if interpreted else ():
+        for op in ALL if INTERPRETED else ():
             stack.enter_context(op.call.set_kernel_enabled("cpu", enabled=True))
-        triton.knobs.runtime.interpret = False
-        try:
-            yield
-        finally:
-            triton.knobs.runtime.interpret = interpreted
+        stack.enter_context(patch.object(_op, "INTERPRETED", False))
+        yield
 
 
 def _nhwc(reference: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,10 +136,10 @@ def _nhwc(reference: Callable[..., Any]) -> Callable[..., Any]:
 
 # under the interpreter the ops have no CPU kernels of their own: these stay off outside `by_reference`
 _OFF = ExitStack()
-if triton.knobs.runtime.interpret:
-    for _op in ALL:
-        _op.call.register_kernel("cpu")(_nhwc(_op.reference))
-        _OFF.enter_context(_op.call.set_kernel_enabled("cpu", enabled=False))
+if INTERPRETED:
+    for op in ALL:
+        op.call.register_kernel("cpu")(_nhwc(op.reference))
+        _OFF.enter_context(op.call.set_kernel_enabled("cpu", enabled=False))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch.fx.node import map_aggregate
 from ridgeline import tuned, tuning
 from ridgeline.cudagraph import Captured, capture
 from ridgeline.errors import EnvironmentUnusable, NotEngaged, UsageError, VerificationFailed
-from ridgeline.graph import Finding, export, interior, is_view, refresh
+from ridgeline.graph import Finding, export, interior, is_view, repair_layout
 from ridgeline.kernels import ALL, Op
 from ridgeline.recipe import Recipe
 from ridgeline.rewrites import PIPELINE
@@ -124,7 +124,7 @@ def lower(module: nn.Module, inputs: Sequence[Tensor], recipe: Recipe) -> tuple[
     graph_module = export(prepared, [cast(tensor, dtype) for tensor in inputs])
     sites = [(r.name, r.apply(graph_module)) for r in PIPELINE if r.name in recipe.rewrites]
     _choose(graph_module, recipe, inputs[0].device)
-    refresh(graph_module)
+    repair_layout(graph_module, _KERNELS)
     return graph_module, _describe(graph_module, sites)
 
 

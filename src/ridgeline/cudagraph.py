@@ -28,6 +28,7 @@ class Captured:
     inputs: tuple[Tensor, ...]
     outputs: Any
     graph: Graph
+    owner: Any = None  # the captured callable: the graph reads its tensors (weights above all), so they must live on
 
     def replay(self, *new_inputs: Tensor) -> Any:
         """Copy `new_inputs` (all of them or none) into the buffers, launch the graph, return `outputs` without waiting.
@@ -84,7 +85,7 @@ def capture(fn: Callable[..., Any], inputs: Sequence[Tensor], *, warmup: int = 3
                 f"masks and tensors made from Python values out of it, or run it without capture"
             ) from error
     torch.cuda.current_stream().wait_stream(stream)
-    return Captured(buffers, outputs, graph)
+    return Captured(buffers, outputs, graph, fn)
 
 
 def _signature(tensor: Tensor) -> str:

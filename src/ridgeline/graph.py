@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import operator
 import traceback
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from ridgeline.errors import NotEngaged
+from ridgeline.kernels._nhwc import pixel_pitch
 
 _COPIES = ("aten.clone.default", "aten.contiguous.default", "aten.copy.default", "aten.copy_.default")
 _FILLS = ("aten.zeros.default", "aten.zeros_like.default", "aten.fill_.Scalar", "aten.zero_.default")
@@ -76,6 +78,25 @@ def refresh(graph_module: fx.GraphModule) -> None:
     inputs = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
     mode = next(value.fake_mode for value in inputs if isinstance(value, FakeTensor))
     FakeTensorProp(graph_module, mode).propagate_dont_convert_inputs(*inputs)
+
+
+def repair_layout(graph_module: fx.GraphModule, kernels: Container[Any]) -> None:
+    """Convert, in place, the maps that reach one of `kernels` in a layout it cannot read; every node's value is fresh.
+
+    What a reshape made, inputs of the graph, and what PyTorch's operators make of channel slices.
+    """
+    refresh(graph_module)
+    for node in list(graph_module.graph.nodes):
+        for source in node.all_input_nodes if node.op == "call_function" and node.target in kernels else ():
+            value = source.meta["val"]
+            if source.op == "get_attr" or value.dim() != 4 or pixel_pitch(value) is not None:
+                continue
+            with graph_module.graph.inserting_before(node):
+                form = {"memory_format": torch.channels_last}
+                converted = graph_module.graph.call_function(torch.ops.aten.contiguous.default, (source,), form)
+            converted.meta = {**source.meta, "val": value.contiguous(memory_format=torch.channels_last)}
+            node.replace_input_with(source, converted)
+    graph_module.recompile()
 
 
 @dataclass(frozen=True)

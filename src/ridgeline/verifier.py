@@ -1,13 +1,14 @@
 """Is the fast version right? Its results beside the untouched module's, judged by the one rule of `numerics`.
 
 A dense result is compared element by element. Detections [N, k, 6] are a sorted selection, in which two nearly equal
-scores may swap rows; they are compared by what the selection preserves: the sorted scores, and for every reference row
-clear of the cut the nearest row of the same class.
+scores may swap rows; they are compared by what the selection preserves: the sorted scores, and for every row clear of
+the cut, on either side, the nearest row of the same class on the other.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ridgeline.errors import VerificationFailed
 from ridgeline.numerics import TF32_EPS, Verdict, compare
 from ridgeline.recipe import Recipe
 
@@ -29,7 +31,7 @@ class DetectionErrors:
     """Largest differences between two sets of detections of the same images."""
 
     score: float  # of equal ranks
-    box_px: float  # of a reference row's edges to the nearest row of its class
+    box_px: float  # of a row's edges to the nearest row of its class on the other side
     rows: int  # reference rows clear of the cut, whose boxes were compared
 
 
@@ -74,10 +76,15 @@ def agree(module: nn.Module, inputs: Sequence[Tensor], results: Any, recipe: Rec
         allowed = DetectionErrors(factor * own.score + _SCORE_FLOOR, factor * own.box_px + _BOX_FLOOR_PX, own.rows)
         return Agreement((), found, allowed)
     tf32 = recipe.dtype == "fp32" and recipe.precision == "tf32" and inputs[0].is_cuda
-    verdicts = (
-        compare(a.to(e.dtype), r.double(), e, error_factor=factor, eps=TF32_EPS if tf32 else None)
-        for a, r, e in zip(actual, reference, eager, strict=True)
-    )
+    if not len(actual) == len(reference) == len(eager):
+        raise VerificationFailed(f"compile: {len(actual)} results, but the module returns {len(reference)} tensors")
+    verdicts = []
+    for a, r, e in zip(actual, reference, eager, strict=True):
+        if e.is_floating_point():
+            verdicts.append(compare(a.to(e.dtype), r.double(), e, error_factor=factor, eps=TF32_EPS if tf32 else None))
+        else:
+            # indices, masks: as often wrong as the module itself is in this dtype
+            verdicts.append(compare(a.double(), r.double(), e.double(), error_factor=factor, eps=0.0))
     return Agreement(tuple(verdicts))
 
 
@@ -90,19 +97,26 @@ def is_detections(result: Tensor) -> bool:
 
 
 def detection_errors(actual: Tensor, reference: Tensor) -> DetectionErrors:
-    """Differences of detections [N, k, 6]; infinite where a row clear of the cut has no row of its class."""
+    """Differences of detections [N, k, 6]; infinite for another shape, NaN, or a clear row without one of its class."""
     actual, reference = actual.double(), reference.double()
+    if actual.shape != reference.shape or not actual.isfinite().all():
+        return DetectionErrors(math.inf, math.inf, 0)
     score = (actual[..., 4] - reference[..., 4]).abs().max().item()
     box_px, rows = 0.0, 0
     for found, wanted in zip(actual, reference, strict=True):
         # a row within twice the score error of the last one may have been cut on one side only
-        clear = wanted[wanted[:, 4] > wanted[-1, 4] + 2 * score]
-        other_class = clear[:, None, 5] != found[None, :, 5]
-        distance = (clear[:, None, :4] - found[None, :, :4]).abs().amax(dim=2).masked_fill(other_class, float("inf"))
-        if len(clear):
-            box_px = max(box_px, distance.amin(dim=1).max().item())
-            rows += len(clear)
+        last = max(found[-1, 4].item(), wanted[-1, 4].item())
+        clear_found, clear_wanted = (side[side[:, 4] > last + 2 * score] for side in (found, wanted))
+        box_px = max(box_px, _farthest(clear_wanted, found), _farthest(clear_found, wanted))
+        rows += len(clear_wanted)
     return DetectionErrors(score, box_px, rows)
+
+
+def _farthest(rows: Tensor, others: Tensor) -> float:
+    """Largest distance of a row's edges to the nearest of `others` with its class; 0 without rows."""
+    distance = (rows[:, None, :4] - others[None, :, :4]).abs().amax(dim=2)
+    distance.masked_fill_(rows[:, None, 5] != others[None, :, 5], math.inf)
+    return distance.amin(dim=1).max().item() if len(rows) else 0.0
 
 
 def _run(module: nn.Module, inputs: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

@@ -60,13 +60,13 @@ def in_nan_buffer(x: Tensor, before: int, after: int) -> Tensor:
     return slice_
 
 
-@pytest.mark.parametrize("seed", range(48))
+@pytest.mark.parametrize("seed", range(40))
 def test_random_problems_against_float64(seed: int):
     """Odd everything, a random tile, x and y inside NaN buffers: a read or write out of place shows."""
     rng = random.Random(seed)
-    r, s = rng.choice([(3, 3), (3, 3), (5, 5), (7, 7), (1, 3), (2, 5)])
+    r, s = rng.choice([(3, 3), (3, 3), (3, 3), (5, 5), (1, 3), (2, 5)])
     padding = (rng.randint(0, r // 2 + 1), rng.randint(0, s // 2 + 1))
-    h, w = (rng.randint(max(1, taps - 2 * pad), 7) for taps, pad in zip((r, s), padding, strict=True))
+    h, w = (rng.randint(max(1, taps - 2 * pad), 6) for taps, pad in zip((r, s), padding, strict=True))
     arguments = make(
         n=rng.randint(1, 2), c=rng.choice([1, 2, 3, 8, 16, 17, 24, 33]), h=h, w=w, r=r, s=s,
         dtype=rng.choice([torch.float32, torch.float16]), bias=rng.random() < 0.7, residual=rng.random() < 0.4,
@@ -76,8 +76,8 @@ def test_random_problems_against_float64(seed: int):
     problem = Problem(**arguments)
     nothing = torch.full(problem.out_shape, math.nan, dtype=arguments["x"].dtype, device=DEVICE)
     out = in_nan_buffer(nothing, rng.randint(0, 3), rng.randint(0, 3))
-    tiles = [Config(m, c, warps) for m, c, warps in ((16, 8, 1), (32, 16, 4), (64, 1, 4), (16, 64, 4))]
-    config = rng.choice([default_config(problem, H200), *(t for t in tiles if t.is_valid(problem, H200))])
+    tiles = [Config(m, c, warps) for m, c, warps in ((32, 8, 1), (64, 16, 4), (128, 1, 4), (16, 64, 4))]
+    config = rng.choice([t for t in (*tiles, default_config(problem, H200)) if t.is_valid(problem, H200)])
     plan(config=config, out=out, **arguments).run()
     check(arguments, out)
     # only the slice was written

@@ -41,7 +41,7 @@ def test_random_problems_are_exact(seed: int):
     """Odd everything, a random tile, x and y inside NaN buffers, some NaN and infinities of x's own."""
     rng = random.Random(seed)
     size, count = rng.choice([(3, 1), (3, 2), (3, 3), (5, 1), (5, 2), (1, 2)])
-    shape = rng.randint(1, 2), rng.choice([1, 3, 8, 16, 17]), rng.randint(1, 6), rng.randint(1, 6)
+    shape = rng.randint(1, 2), rng.choice([1, 3, 8, 16, 17]), rng.randint(1, 5), rng.randint(1, 5)
     arguments = make(shape, size, count, dtype=rng.choice([torch.float32, torch.float16]), seed=seed)
     x = arguments["x"]
     for value in (math.nan, math.inf, -math.inf):

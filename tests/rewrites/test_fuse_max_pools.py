@@ -73,7 +73,7 @@ def test_pools_that_others_read_stay_beside_the_chain():
         lambda m, x: chain(x, 2, 33),
     ],
     ids=[
-        "sizes differ", "parallel pools", "x last", "a link is missing", "another first map", "a convolution in the chain",
+        "sizes differ", "parallel pools", "x last", "a link is missing", "another first map", "a convolution between",
         "along the batch", "along the rows", "no pool", "one map", "stride", "even window", "window not square",
         "dilation", "ceil mode", "average", "no batch axis", "float64", "window wider than the kernel's",
     ],

@@ -34,7 +34,7 @@ def fused(forward, sites, inputs=(COARSE, FINE)):
         lambda m, a, b: m.point(torch.cat([up(a), b], 1)),
         lambda m, a, b: m.point(torch.cat([up(a, size=(6, 10)), b], 1)),
         lambda m, a, b: F.conv2d(torch.cat([up(a), b], 1), m.point.weight),
-        lambda m, a, b: m.twice(torch.cat([up(a), u := up(a)], 1)),
+        lambda m, a, b: m.twice(torch.cat([up(a), up(a)], 1)),
         lambda m, a, b: (b * 2, m.point(torch.cat([up(a), b], 1)), a.sum()),
     ],
     ids=["silu", "no activation", "by size", "no bias", "both upsampled", "sources read by others"],
@@ -66,7 +66,7 @@ def test_fires(forward):
         lambda m, a, b: m.twice(torch.cat([up(a[:1]), up(a[1:])], 0).repeat(1, 2, 1, 1)),
     ],
     ids=[
-        "fine first", "three sources", "bilinear", "nearest-exact", "factor 2.1", "factors 3 and 2.5", "concat read by two",
+        "fine first", "three sources", "bilinear", "nearest-exact", "factor 2.1", "factors 3 and 2.5", "concat in use",
         "upsampled map read by two", "residual", "3x3", "stride", "padding", "activation between", "slice between",
         "computed weight", "no convolution of the concat", "along the batch",
     ],

@@ -1,4 +1,4 @@
-"""The whole pipeline on random graphs of convolutions, chunks, concats, residuals and views: results must not change."""
+"""The whole pipeline on random graphs of convolutions, chunks, concats, residuals and views."""
 
 from __future__ import annotations
 

@@ -102,8 +102,10 @@ def test_no_concat_is_left_in_a_block(block, sites):
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_attention_stage(batch):
-    module = net(lambda m, x: m.c3k2(m.c2psa(x)), c2psa=C2PSA(128, repeats=1),
-                 c3k2=C3k2(128, 16, [nn.Sequential(Bottleneck(64, expansion=0.5), PSABlock(64))], hidden=64))  # fmt: skip
+    module = net(
+        lambda m, x: m.c3k2(m.c2psa(x)), c2psa=C2PSA(128, repeats=1),
+        c3k2=C3k2(128, 16, [nn.Sequential(Bottleneck(64, expansion=0.5), PSABlock(64))], hidden=64),
+    )  # fmt: skip
     _, found = rewritten(module, [image(batch, 128, 3, 5)], *BEFORE, "write_into_concat", sites=2)
     assert found["cat"] == 0
 

@@ -25,56 +25,69 @@ def group_maxima_kernel(
     logits0_ptr, logits1_ptr, logits2_ptr, group_key_ptr, group_anchor_ptr, count_ptr,
     CELLS0: tl.constexpr, CELLS1: tl.constexpr, CELLS2: tl.constexpr,
     PITCH0: tl.constexpr, PITCH1: tl.constexpr, PITCH2: tl.constexpr,
-    C: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, PER_PROGRAM: tl.constexpr,
-    BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    C: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_predecessor(PDL)
-    # of cells; GROUPS counts every chunk of each
-    GROUPS0: tl.constexpr = (CELLS0 + GROUP - 1) // GROUP
-    GROUPS1: tl.constexpr = (CELLS1 + GROUP - 1) // GROUP
-    PROGRAMS0: tl.constexpr = (GROUPS0 + PER_PROGRAM - 1) // PER_PROGRAM
-    PROGRAMS1: tl.constexpr = (GROUPS1 + PER_PROGRAM - 1) // PER_PROGRAM
+    # every level has as many groups, of GROUP cells on the coarsest one; a program takes BLOCK_A cells
+    G: tl.constexpr = (CELLS2 + GROUP - 1) // GROUP
+    CHUNKS: tl.constexpr = (C + CHUNK - 1) // CHUNK
+    PROGRAMS0: tl.constexpr = (G * 16 * GROUP + BLOCK_A - 1) // BLOCK_A
+    PROGRAMS1: tl.constexpr = (G * 4 * GROUP + BLOCK_A - 1) // BLOCK_A
     program = tl.program_id(0)
     image = tl.program_id(1).to(tl.int64)
     if program == 0:
         # the list that `collect` fills is empty
         tl.store(count_ptr + image, 0)
 
-    in1 = program >= PROGRAMS0
-    in2 = program >= PROGRAMS0 + PROGRAMS1
-    logits_ptr = logits0_ptr + image * (CELLS0 * PITCH0)
-    if in1:
-        logits_ptr = logits1_ptr + image * (CELLS1 * PITCH1)
-    if in2:
-        logits_ptr = logits2_ptr + image * (CELLS2 * PITCH2)
-    pitch = _of_level(in1, in2, PITCH0, PITCH1, PITCH2)
-    cells = _of_level(in1, in2, CELLS0, CELLS1, CELLS2)
-    tile = program - _of_level(in1, in2, 0, PROGRAMS0, PROGRAMS0 + PROGRAMS1)
-    first_anchor = _of_level(in1, in2, 0, CELLS0, CELLS0 + CELLS1)
-    first_group = _of_level(in1, in2, 0, GROUPS0, GROUPS0 + GROUPS1)
-    groups = (cells + GROUP - 1) // GROUP
+    key_ptr = group_key_ptr + image * (3 * G * CHUNKS)
+    anchor_ptr = group_anchor_ptr + image * (3 * G * CHUNKS)
+    if program < PROGRAMS0:
+        _level_maxima(
+            logits0_ptr + image * (CELLS0 * PITCH0), program, key_ptr, anchor_ptr, 0,
+            CELLS0, PITCH0, C, 16 * GROUP, G, CHUNK, BLOCK_A, BLOCK_C,
+        )  # fmt: skip
+    elif program < PROGRAMS0 + PROGRAMS1:
+        _level_maxima(
+            logits1_ptr + image * (CELLS1 * PITCH1), program - PROGRAMS0,
+            key_ptr + G * CHUNKS, anchor_ptr + G * CHUNKS, CELLS0,
+            CELLS1, PITCH1, C, 4 * GROUP, G, CHUNK, BLOCK_A, BLOCK_C,
+        )  # fmt: skip
+    else:
+        _level_maxima(
+            logits2_ptr + image * (CELLS2 * PITCH2), program - PROGRAMS0 - PROGRAMS1,
+            key_ptr + 2 * G * CHUNKS, anchor_ptr + 2 * G * CHUNKS, CELLS0 + CELLS1,
+            CELLS2, PITCH2, C, GROUP, G, CHUNK, BLOCK_A, BLOCK_C,
+        )  # fmt: skip
 
-    # A group is CHUNK classes of every groups-th cell of a level: the best pairs of one object fall into several groups.
-    row = tl.arange(0, GROUP * PER_PROGRAM)
+
+@triton.jit
+def _level_maxima(
+    logits_ptr, tile, key_ptr, anchor_ptr, first_anchor,
+    CELLS: tl.constexpr, PITCH: tl.constexpr, C: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Largest key of each group, and the first anchor that has it. A group is CHUNK classes of every G-th cell."""
+    PER_PROGRAM: tl.constexpr = BLOCK_A // GROUP
+    BLOCK_CHUNKS: tl.constexpr = BLOCK_C // CHUNK
+    CHUNKS: tl.constexpr = (C + CHUNK - 1) // CHUNK
+    row = tl.arange(0, BLOCK_A)
     group = tile * PER_PROGRAM + row % PER_PROGRAM
-    cell = group + row // PER_PROGRAM * groups
+    cell = group + row // PER_PROGRAM * G
     c = tl.arange(0, BLOCK_C)
-    inside = ((group < groups) & (cell < cells))[:, None] & (c < C)[None, :]
-    x = tl.load(logits_ptr + cell[:, None] * pitch + c[None, :], mask=inside, other=float("-inf"))
+    inside = ((group < G) & (cell < CELLS))[:, None] & (c < C)[None, :]
+    x = tl.load(logits_ptr + cell[:, None] * PITCH + c[None, :], mask=inside, other=float("-inf"))
     key = tl.where(inside, _key(x.to(tl.float32)), _LOWEST)
 
-    BLOCK_CHUNKS: tl.constexpr = BLOCK_C // CHUNK
-    by_chunk = tl.max(tl.reshape(key, (GROUP, PER_PROGRAM, BLOCK_CHUNKS, CHUNK)), 3)
+    by_cell = tl.max(tl.reshape(key, (GROUP, PER_PROGRAM, BLOCK_CHUNKS, CHUNK)), 3)
+    group_key = tl.max(by_cell, 0)
     anchor = tl.reshape(first_anchor + cell, (GROUP, PER_PROGRAM, 1))
-    group_key = tl.max(by_chunk, 0)
-    group_anchor = tl.min(tl.where(by_chunk == group_key[None, :, :], anchor, _LAST), 0)
+    group_anchor = tl.min(tl.where(by_cell == group_key[None, :, :], anchor, _LAST), 0)
     group = (tile * PER_PROGRAM + tl.arange(0, PER_PROGRAM))[:, None]
     chunk = tl.arange(0, BLOCK_CHUNKS)[None, :]
-    CHUNKS: tl.constexpr = (C + CHUNK - 1) // CHUNK
-    out = image * GROUPS + (first_group + group) * CHUNKS + chunk
-    valid = (group < groups) & (chunk < CHUNKS)
-    tl.store(group_key_ptr + out, group_key, mask=valid)
-    tl.store(group_anchor_ptr + out, group_anchor, mask=valid)
+    valid = (group < G) & (chunk < CHUNKS)
+    tl.store(key_ptr + group * CHUNKS + chunk, group_key, mask=valid)
+    tl.store(anchor_ptr + group * CHUNKS + chunk, group_anchor, mask=valid)
 
 
 @triton.jit
@@ -179,7 +192,7 @@ def _of_level(in1, in2, value0, value1, value2):
 
 @triton.jit
 def _bound(key_ptr, anchor_ptr, GROUPS: tl.constexpr, K: tl.constexpr, ANCHORS: tl.constexpr, BLOCK_G: tl.constexpr):
-    """(key, anchor): at least K anchors have a larger key, or this key and an index up to this anchor.
+    """(key, anchor): at least K groups have a larger key, or this key at an anchor up to this one.
 
     A bound that lets an eighth more through is good enough, and found in a few steps unless keys are equal.
     """
@@ -189,7 +202,6 @@ def _bound(key_ptr, anchor_ptr, GROUPS: tl.constexpr, K: tl.constexpr, ANCHORS: 
         ENOUGH: tl.constexpr = K + K // 8
         g = tl.arange(0, BLOCK_G)
         key = tl.load(key_ptr + g, mask=g < GROUPS, other=_LOWEST)
-        anchor = tl.load(anchor_ptr + g, mask=g < GROUPS, other=_LAST)
         # reached by all groups, and by none
         low = tl.min(tl.where(g < GROUPS, key, _LAST))
         high = tl.max(key) + 1
@@ -207,6 +219,7 @@ def _bound(key_ptr, anchor_ptr, GROUPS: tl.constexpr, K: tl.constexpr, ANCHORS: 
             step += 1
         if reached > ENOUGH:
             # many groups share one key: the first of them are enough
+            anchor = tl.load(anchor_ptr + g, mask=g < GROUPS, other=_LAST)
             needed = K - tl.sum((key > low).to(tl.int32))
             tied = key == low
             too_few = reached * 0 - 1

@@ -146,25 +146,38 @@ class Problem:
         return min(self.limit, self.anchors)
 
     @property
-    def chunk(self) -> int:
-        """Classes of a group."""
-        return min(16, next_power_of_2(self.classes))
+    def group(self) -> int:
+        """Cells of a group on the coarsest level, four and sixteen times as many on the finer ones.
+
+        The most that leave every level alone a third more groups than there are detections: in a network that has
+        learned nothing all of the best pairs may lie on one level.
+        """
+        fits = (size for size in (4, 2) if 16 * size <= self.tile)
+        return next((size for size in fits if 3 * self.level_groups(size) >= 4 * self.detections), 1)
 
     @property
-    def group(self) -> int:
-        """Cells of a group: the most that leave four groups for each detection, which lets a third more pairs through
-        where the best fall into groups at random."""
-        most = max(1, min(64, _MOST_LOGITS // next_power_of_2(self.classes)))
-        sizes = (size for size in (64, 32, 16, 8, 4, 2) if size <= most and self.groups(size) >= 4 * self.detections)
-        return next(sizes, 1)
+    def chunk(self) -> int:
+        """Classes of a group: the most that leave six groups for each detection, at least eight classes."""
+        widest = next_power_of_2(self.classes)
+        sizes = (widest >> shift for shift in range(widest.bit_length()) if widest >> shift >= 8)
+        return next((size for size in sizes if self.groups(size) >= 6 * self.detections), min(8, widest))
 
-    def groups(self, group: int) -> int:
-        """Groups of `group` cells, each chunk of the classes for itself."""
-        return sum(cdiv(cells, group) for cells in self.cells) * cdiv(self.classes, self.chunk)
+    @property
+    def tile(self) -> int:
+        """Cells a program of `group_maxima`."""
+        return max(16, min(64, _MOST_LOGITS // next_power_of_2(self.classes)))
 
-    def tiles(self, cells: int, group: int = 1) -> int:
-        """Programs that take `cells` anchors of one level each, in groups of `group`."""
-        return sum(cdiv(cdiv(level, group), cells // group) for level in self.cells)
+    @property
+    def tiles(self) -> int:
+        """Programs of `group_maxima`, each on one level."""
+        cells = self.level_groups(self.group) * self.group
+        return sum(cdiv(cells * finer, self.tile) for finer in (16, 4, 1))
+
+    def level_groups(self, group: int) -> int:
+        return cdiv(self.cells[-1], group)
+
+    def groups(self, chunk: int) -> int:
+        return len(self.cells) * self.level_groups(self.group) * cdiv(self.classes, chunk)
 
 
 @dataclass(frozen=True)
@@ -221,12 +234,9 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
         config = tuned or default_config(problem, target)
     if not config.is_valid(problem, target):
         raise ValueError(f"detect_topk: {config} is not valid for {problem.classes} classes on {target.arch}")
-    n, group = problem.box_p3.shape[0], problem.group
-    cells = max(group, min(64, _MOST_LOGITS // next_power_of_2(problem.classes)))
+    n, group_count = problem.box_p3.shape[0], problem.groups(problem.chunk)
     y = _empty(problem, (n, problem.detections, 6), torch.float32) if problem.out is None else problem.out
-    groups = {
-        name: _empty(problem, (n, problem.groups(group)), torch.int32) for name in ("group_key_ptr", "group_anchor_ptr")
-    }
+    groups = {name: _empty(problem, (n, group_count), torch.int32) for name in ("group_key_ptr", "group_anchor_ptr")}
     count = {"count_ptr": _empty(problem, (n,), torch.int32)}
     pairs = (n, problem.anchors * problem.classes)
     found = {"order_ptr": _empty(problem, pairs, torch.int64), "pair_ptr": _empty(problem, pairs, torch.int32)}
@@ -238,22 +248,22 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
     options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": 1, "pdl": problem.pdl}
     maxima = Launch(
         kernel=group_maxima_kernel,
-        grid=(problem.tiles(cells, group), n),
+        grid=(problem.tiles, n),
         arguments={**maps, **groups, **count},
         constants={
-            **shared, **logit_pitches, "GROUP": group, "CHUNK": problem.chunk, "GROUPS": problem.groups(group),
-            "PER_PROGRAM": cells // group, "BLOCK_C": next_power_of_2(problem.classes),
+            **shared, **logit_pitches, "GROUP": problem.group, "CHUNK": problem.chunk,
+            "BLOCK_A": problem.tile, "BLOCK_C": next_power_of_2(problem.classes),
         },
         output=groups["group_key_ptr"],
         **options,
     )  # fmt: skip
     collect = Launch(
         kernel=collect_kernel,
-        grid=(problem.tiles(config.collect_anchors), n),
+        grid=(sum(cdiv(cells, config.collect_anchors) for cells in problem.cells), n),
         arguments={**maps, **groups, **count, **found},
         constants={
-            **shared, **logit_pitches, "K": problem.detections, "GROUPS": problem.groups(group),
-            "BLOCK_G": next_power_of_2(problem.groups(group)), "BLOCK_A": config.collect_anchors,
+            **shared, **logit_pitches, "K": problem.detections, "GROUPS": group_count,
+            "BLOCK_G": next_power_of_2(group_count), "BLOCK_A": config.collect_anchors,
             "BLOCK_C": next_power_of_2(problem.classes),
         },
         output=found["order_ptr"],

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from ridgeline.graph import mutated, refresh
-from ridgeline.kernels._nhwc import pixel_pitch
+from ridgeline.graph import mutated
 
 
 def calls(graph_module: fx.GraphModule, *targets: Callable) -> Iterator[fx.Node]:
@@ -117,22 +115,6 @@ def same(pattern: Any, node: Any, bound: dict[fx.Node, fx.Node]) -> bool:
             and all(same(pattern[key], node[key], bound) for key in pattern)
         )
     return type(pattern) is type(node) and pattern == node
-
-
-def repair_layout(graph_module: fx.GraphModule, *targets: Callable) -> None:
-    """Convert, in place, the maps that reach a kernel in a layout it cannot read: what a reshape made, and inputs."""
-    refresh(graph_module)
-    for node in calls(graph_module, *targets):
-        for source in node.all_input_nodes:
-            if source.op == "get_attr" or value(source).dim() != 4 or pixel_pitch(value(source)) is not None:
-                continue
-            with graph_module.graph.inserting_before(node):
-                form = {"memory_format": torch.channels_last}
-                converted = graph_module.graph.call_function(torch.ops.aten.contiguous.default, (source,), form)
-            converted.meta.update(source.meta)
-            converted.meta["val"] = value(source).contiguous(memory_format=torch.channels_last)
-            node.replace_input_with(source, converted)
-    graph_module.recompile()
 
 
 def finish(graph_module: fx.GraphModule) -> None:

@@ -9,22 +9,32 @@ import torch
 from torch import fx
 
 from ridgeline.kernels import attention_position, depthwise_conv2d_act
-from ridgeline.rewrites._match import add_constant, argument, calls, constant, finish, replace, value
+from ridgeline.rewrites._match import (
+    add_constant,
+    argument,
+    calls,
+    constant,
+    finish,
+    replace,
+    value,
+)
 
 _aten = torch.ops.aten
-_LAYOUT = (_aten.reshape.default, _aten.view.default)
+_CHANNEL_STEP = 16  # the kernel's blocks of query, key and value channels
 
 
 def apply(graph_module: fx.GraphModule) -> int:
     """Replace softmax(q^T k · s) v + depthwise(v) on a [N, heads (2 kd + hd), H, W] map; returns how many.
 
     Runs before `fuse_conv_act`, which would take the depthwise convolution. Does not fire on: another order of q, k
-    and v, another scale than kd^-0.5, masks, scores that someone else reads.
+    and v, another scale than kd^-0.5, masks, scores that someone else reads, a position term of rows and columns
+    swapped, channels or dtypes that the kernel refuses.
     """
     sites = 0
+    reshapes = set(calls(graph_module, _aten.reshape.default))
     for add in calls(graph_module, _aten.add.Tensor):
         found = _match(graph_module, add)
-        if found is None:
+        if found is None or not reshapes.issuperset(found[0].users):
             continue
         qkv, weight, bias, choices = found
         stem = str(weight.target)
@@ -45,10 +55,10 @@ def apply(graph_module: fx.GraphModule) -> int:
 
 def _match(graph_module: fx.GraphModule, add: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, dict[str, Any]] | None:
     """(qkv map, position weight, position bias, choices) of the attention whose result `add` is."""
-    rows = _is(add.args[0], *_LAYOUT)
+    rows = _is(add.args[0], _aten.reshape.default)
     position = _is(add.args[1], _aten.conv2d.default)
     product = rows and _is(rows.args[0], _aten.matmul.default)
-    if not position or not product:
+    if not position or not product or add.kwargs:
         return None
     v, weights = product.args
     softmax = _transposed(weights, _aten.softmax.int)
@@ -60,20 +70,27 @@ def _match(graph_module: fx.GraphModule, add: fx.Node) -> tuple[fx.Node, fx.Node
     q, k = logits.args[0].args[0] if _transposed(logits.args[0], None) else None, logits.args[1]
     if not split or [_part(node) for node in (q, k, v)] != [(split, 0), (split, 1), (split, 2)] or split.args[2] != 2:
         return None
-    heads_view = _is(split.args[0], *_LAYOUT)
-    v_map = _is(position.args[0], *_LAYOUT)
+    heads_view = _is(split.args[0], _aten.reshape.default)
+    v_map = _is(position.args[0], _aten.reshape.default)
     key, same_key, channels = split.args[1]
     if not heads_view or not v_map or v_map.args[0] is not v or key != same_key or scores.args[1] != key**-0.5:
         return None
-    heads = value(split.args[0]).shape[1]
-    weight, bias = position.args[1], argument(position, 2)
-    same = list(value(weight).shape[2:]) == [3, 3] and argument(position, 3) == argument(position, 4) == [1, 1]
-    depthwise = argument(position, 6, 1) == value(add).shape[1] == heads * channels
-    constants = constant(graph_module, weight) is not None and constant(graph_module, bias) is not None
-    private = all(len(node.users) == 1 for node in (logits, scores, softmax, weights, product, position, q, k))
-    if not (same and depthwise and constants and private and len(value(heads_view.args[0]).shape) == 4):
+    qkv, heads = heads_view.args[0], value(split.args[0]).shape[1]
+    if value(qkv).dim() != 4 or value(qkv).dtype not in attention_position.FLOATS or key % _CHANNEL_STEP:
         return None
-    return heads_view.args[0], weight, bias, {"heads": heads, "key_channels": key}
+    n, _, h, w = value(qkv).shape
+    shapes = {split.args[0]: (n, heads, 2 * key + channels, h * w), add: (n, heads * channels, h, w)}
+    if any(value(node).shape != shape for node, shape in shapes.items()) or channels % _CHANNEL_STEP:
+        return None
+    weight, bias = position.args[1], argument(position, 2)
+    constants = constant(graph_module, weight) is not None and constant(graph_module, bias) is not None
+    # stride, padding, dilation, groups of a depthwise 3x3 that keeps the map's size
+    geometry = [argument(position, index, [1, 1]) for index in (3, 4, 5)] + [argument(position, 6, 1)]
+    same = value(weight).shape == (heads * channels, 1, 3, 3) and geometry == [[1, 1]] * 3 + [heads * channels]
+    private = all(len(node.users) == 1 for node in (logits, scores, softmax, weights, product, position, q, k))
+    if not (same and constants and private):
+        return None
+    return qkv, weight, bias, {"heads": heads, "key_channels": key}
 
 
 def _is(node: Any, *targets: Callable) -> fx.Node | None:

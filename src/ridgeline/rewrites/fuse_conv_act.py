@@ -15,7 +15,6 @@ from ridgeline.rewrites._match import (
     constant,
     finish,
     only_user,
-    repair_layout,
     replace,
     value,
 )
@@ -43,7 +42,6 @@ def apply(graph_module: fx.GraphModule) -> int:
         replace(last, fused)
         sites += 1
     finish(graph_module)
-    repair_layout(graph_module, conv2d_act.OP.overload, depthwise_conv2d_act.OP.overload)
     return sites
 
 

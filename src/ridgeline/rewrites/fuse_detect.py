@@ -17,10 +17,13 @@ def apply(graph_module: fx.GraphModule) -> int:
     """Replace top_detections(decode_xyxy(distances), logits) over three levels; returns how many.
 
     The pattern is the reference itself, exported at the sizes found, so nothing that computes anything else matches:
-    another limit, agnostic selection, a threshold, a level more or less.
+    another limit, agnostic selection, a threshold, a level more or less, other strides, dtypes the kernel refuses.
     """
     sites = 0
-    levels = [cat for cat in calls(graph_module, _aten.cat.default) if _level_maps(cat)]
+    flat = set(calls(graph_module, _aten.flatten.using_ints))
+    levels = [
+        cat for cat in calls(graph_module, _aten.cat.default) if flat.issuperset(cat.args[0]) and _level_maps(cat)
+    ]
     for boxes in levels:
         for logits in levels:
             maps = [*_level_maps(boxes), *_level_maps(logits)]
@@ -58,7 +61,8 @@ def _agree(maps: list[fx.Node]) -> bool:
         (size[0] * stride, size[1] * stride) == (sizes[0][0] * STRIDES[0], sizes[0][1] * STRIDES[0])
         for size, stride in zip(sizes, STRIDES, strict=False)
     )
-    return len(maps) == 2 * count and sizes[:count] == sizes[count:] and halves
+    known = all(value(node).dtype in detect_topk.FLOATS for node in maps)
+    return len(maps) == 2 * count and sizes[:count] == sizes[count:] and halves and known
 
 
 def _replace(graph_module: fx.GraphModule, boxes: fx.Node, logits: fx.Node, maps: list[fx.Node]) -> bool:

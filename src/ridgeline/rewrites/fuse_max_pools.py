@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from ridgeline.kernels import max_pool_chain
-from ridgeline.rewrites._match import argument, calls, finish, repair_layout, replace, value
+from ridgeline.rewrites._match import argument, calls, finish, replace, value
 
 _aten = torch.ops.aten
 
@@ -38,8 +38,6 @@ def apply(graph_module: fx.GraphModule) -> int:
         replace(cat, fused)
         sites += 1
     finish(graph_module)
-    if sites:
-        repair_layout(graph_module, max_pool_chain.OP.overload)
     return sites
 
 

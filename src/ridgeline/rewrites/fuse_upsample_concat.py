@@ -7,7 +7,7 @@ from torch import fx
 
 from ridgeline.kernels import conv2d_act, upsample_concat_conv_act
 from ridgeline.kernels.upsample_concat_conv_act import CHANNEL_STEP
-from ridgeline.rewrites._match import argument, calls, finish, only_user, repair_layout, replace, value
+from ridgeline.rewrites._match import argument, calls, finish, only_user, replace, value
 
 _aten = torch.ops.aten
 
@@ -34,8 +34,6 @@ def apply(graph_module: fx.GraphModule) -> int:
         replace(conv, fused)
         sites += 1
     finish(graph_module)
-    if sites:
-        repair_layout(graph_module, upsample_concat_conv_act.OP.overload)
     return sites
 
 
