@@ -86,8 +86,8 @@ def test_random_problems_equal_top_detections(seed: int):
         wide[:, 1 : c + 1] = arguments[name]
         arguments[name] = wide[:, 1 : c + 1]
     # mostly tiles that leave the interpreter few programs
-    configs = (Config(64, 32, 8), Config(32, 32, 8), Config(64, 16, 4), default_config(Problem(**arguments), H200))
-    same(plan_and_run(arguments, configs[seed % 13 % 4]), reference(**arguments))
+    configs = (Config(64, 32, 8), Config(32, 32, 8), Config(16, 32, 8))
+    same(plan_and_run(arguments, configs[seed % 3]), reference(**arguments))
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, -math.inf, math.inf, math.nan, 2.5])
@@ -237,7 +237,7 @@ def test_launches_suit_the_problem():
 
 def test_machine_code():
     """Nothing spilled, no division of work through shared memory in `collect`; with PDL every kernel waits first."""
-    cases = [("sm_89", False), ("sm_90", False), ("sm_90", True), ("sm_120", True)]
+    cases = [("sm_89", False), ("sm_90", True), ("sm_120", True)]
     sample = next(s for s in SAMPLES if "YOLO26n" in s.why).arguments(torch.float16, "meta")
     plans = [plan(target=typical_target(arch), **sample, pdl=pdl) for arch, pdl in cases]
     launches = [

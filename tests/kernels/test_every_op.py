@@ -143,7 +143,7 @@ def test_every_op_has_small_and_real_samples(op: Op):
     for sample in op.samples:
         source = op.source(arch="sm_90", dtype="fp16", sample=sample.why)
         assert set(source.kernel.arg_names) == set(source.signature) | set(source.constants)
-        assert {"*fp16", "*bf16", "*fp32", "i32", "i64"} > set(source.signature.values()) >= {"*fp16"}
+        assert {"*fp16", "*bf16", "*fp32", "*i32", "*i64", "i32", "i64"} > set(source.signature.values()) >= {"*fp16"}
 
 
 @triton.jit
