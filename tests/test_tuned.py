@@ -368,6 +368,7 @@ def hash_of(folder: Path, kernel: str = KERNEL, pieces: str = PIECES) -> str:
     [
         ("y + WIDTH)", "y + WIDTH)   ", "kernel", True),
         ("    tl.store", "    # a comment\n\n    tl.store", "kernel", True),
+        ("    return x + 1", '    """Moved by one."""\n    return x + 1', "pieces", True),
         ('"""A kernel."""', '"""A better kernel."""', "kernel", True),
         ("return SAMPLES", "return SAMPLES[:1]", "kernel", True),
         ("SAMPLES = (1, 2)", "SAMPLES = (1, 2, 3)", "kernel", True),

@@ -123,8 +123,8 @@ def build(kind: type[Config], config: Mapping[str, Value]) -> Config | None:
 @cache
 def source_hash(path: Path) -> str:
     """12 hex digits over what decides a config's machine code: the kernel file's @triton.jit functions and whatever
-    they name at module level, there or in a file beside it. Empty lines, whole-line comments and trailing spaces do
-    not count, nor do the candidates, samples and checks around the kernel: a table outlives changes of those.
+    they name at module level, there or in a file beside it. Docstrings, empty lines, whole-line comments and trailing
+    spaces do not count, nor do the candidates, samples and checks around the kernel: a table outlives changes of those.
     """
     known = _definitions(path)
     pending = [(path, name) for name, (node, _) in known.items() if _is_jit(node)]
@@ -356,10 +356,19 @@ def _definitions(path: Path) -> dict[str, tuple[ast.stmt, str]]:
     lines, found = source.splitlines(), {}
     for node in ast.parse(source).body:
         first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
-        kept = (line.rstrip() for line in lines[first - 1 : node.end_lineno])
+        told = _docstring_lines(node)
+        kept = (
+            lines[number - 1].rstrip() for number in range(first, (node.end_lineno or first) + 1) if number not in told
+        )
         text = "\n".join(line for line in kept if line and not line.lstrip().startswith("#"))
         found |= dict.fromkeys(_names(node), (node, text))
     return found
+
+
+def _docstring_lines(node: ast.stmt) -> range:
+    if not isinstance(node, ast.FunctionDef) or ast.get_docstring(node) is None:
+        return range(0)
+    return range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
 
 
 def _names(node: ast.stmt) -> list[str]:

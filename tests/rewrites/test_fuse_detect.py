@@ -31,9 +31,7 @@ def joined(levels) -> Tensor:
     return torch.cat([level.flatten(2) for level in levels], dim=2)
 
 
-def detect(
-    m, *levels, height=64, width=96, decode=decode_xyxy, top=top_detections, grid=anchor_grid, order=slice(None)
-):
+def detect(m, *levels, size=(64, 96), decode=decode_xyxy, top=top_detections, grid=anchor_grid, order=slice(None)):
     boxes, logits = levels[:3], levels[3:]
     points, strides = grid(*size)
     return top(decode(joined(boxes[order]), points, strides), joined(logits[order]))

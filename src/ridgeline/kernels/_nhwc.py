@@ -132,8 +132,7 @@ def wait_for_predecessor(PDL: tl.constexpr):
     """Everything that reads what another kernel wrote, and every write, stands below this call, on every path.
 
     With PDL the kernel was launched while its predecessor ran. Its own dependent is let in only now: one that lets it
-    in before waiting starts a cascade, and kernels that cannot run yet take the multiprocessors' slots (measured on an
-    H200: YOLO26n 0.42 ms with the cascade, 0.32 ms without programmatic launch).
+    in before waiting starts a cascade, and kernels that cannot run yet take the multiprocessors' slots.
     """
     if PDL:
         gdc_wait()
