@@ -92,7 +92,7 @@ def repair_layout(graph_module: fx.GraphModule, kernels: Container[Any]) -> None
             if source.op == "get_attr" or value.dim() != 4 or pixel_pitch(value) is not None:
                 continue
             with graph_module.graph.inserting_before(node):
-                form = {"memory_format": torch.channels_last}
+                form: dict[str, Any] = {"memory_format": torch.channels_last}
                 converted = graph_module.graph.call_function(torch.ops.aten.contiguous.default, (source,), form)
             converted.meta = {**source.meta, "val": value.contiguous(memory_format=torch.channels_last)}
             node.replace_input_with(source, converted)

@@ -56,6 +56,8 @@ class Agreement:
         """One sentence with the numbers."""
         if self.detections is not None and self.allowed is not None:
             found, allowed = self.detections, self.allowed
+            if math.isnan(allowed.score):
+                return "the untouched module itself gives NaN in this dtype, so nothing can be judged: use bf16 or fp32"
             return (
                 f"scores differ by {found.score:.3g} (allowed {allowed.score:.3g}) and boxes by {found.box_px:.3g} px "
                 f"(allowed {allowed.box_px:.3g}) over {found.rows} rows"
