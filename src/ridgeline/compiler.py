@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +82,9 @@ class Compiled:
     def _runner(self, inputs: Sequence[Tensor]) -> Callable[..., Any]:
         key = _signature(inputs)
         if key not in self._built:
-            graph_module, graph = lower(self._module, inputs, self.recipe)
-            self._built[key] = (graph, _runner(graph_module, graph, inputs, self.recipe))
+            with torch.no_grad(), _no_autocast(inputs):
+                graph_module, graph = lower(self._module, inputs, self.recipe)
+                self._built[key] = (graph, _runner(graph_module, graph, inputs, self.recipe))
         return self._built[key][1]
 
     def _check_weights(self) -> None:
@@ -105,8 +106,10 @@ def compile(  # noqa: A001 - the verb's name, always used as ridgeline.compile
     """
     recipe = recipe or Recipe()
     examples = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    if module.training:
+    if any(part.training for part in module.modules()):
         raise UsageError("compile: the module is in training mode; call .eval() first, or use compile_step to train")
+    if not examples:
+        raise UsageError("compile: the module's inputs are needed, at least one tensor, got none")
     compiled = Compiled(module, recipe)
     out = compiled(*examples)
     if verify:
@@ -119,9 +122,7 @@ def compile(  # noqa: A001 - the verb's name, always used as ridgeline.compile
 def lower(module: nn.Module, inputs: Sequence[Tensor], recipe: Recipe) -> tuple[fx.GraphModule, Graph]:
     """The module as a graph of fused kernels in the recipe's dtype, not yet captured; `module` is untouched."""
     dtype = _DTYPES[recipe.dtype]
-    prepared = _inference_copy(module).to(dtype)
-    prepared = prepared.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] - torch's stub lacks it
-    graph_module = export(prepared, [cast(tensor, dtype) for tensor in inputs])
+    graph_module = export(_prepared(module, dtype), [cast(tensor, dtype) for tensor in inputs])
     sites = [(r.name, r.apply(graph_module)) for r in PIPELINE if r.name in recipe.rewrites]
     _choose(graph_module, recipe, inputs[0].device)
     repair_layout(graph_module, _KERNELS)
@@ -188,8 +189,22 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
-def _inference_copy(module: nn.Module) -> nn.Module:
-    return copy.deepcopy(module).eval().requires_grad_(False)
+def _prepared(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy for inference in `dtype`, filters channels-last."""
+    prepared = copy.deepcopy(module).eval().requires_grad_(False).to(dtype)
+    for part, original in zip(prepared.modules(), module.modules(), strict=True):
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            # statistics are folded in float64: fp16 would cut their digits first, and a variance above 65504
+            part.float().load_state_dict(original.state_dict())
+    for tensor in (*prepared.parameters(), *prepared.buffers()):
+        if tensor.dim() == 4:
+            tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
+    return prepared
+
+
+def _no_autocast(inputs: Sequence[Tensor]) -> torch.autocast:
+    """The recipe alone decides dtypes."""
+    return torch.autocast(inputs[0].device.type, enabled=False)
 
 
 def _choose(graph_module: fx.GraphModule, recipe: Recipe, device: torch.device) -> None:
@@ -224,7 +239,8 @@ def _runner(graph_module: fx.GraphModule, graph: Graph, inputs: Sequence[Tensor]
         run = StreamedGraph(graph_module, schedule(graph_module.graph, side_streams=recipe.side_streams))
 
     def call(*tensors: Tensor) -> Any:
-        return run(*(cast(tensor, dtype) for tensor in tensors))
+        with _no_autocast(tensors):
+            return run(*(cast(tensor, dtype) for tensor in tensors))
 
     return _Replay(capture(call, tuple(inputs))) if captured else call
 
@@ -240,22 +256,24 @@ class _Replay:
 
 
 def _signature(inputs: Sequence[Tensor]) -> tuple:
-    return tuple((tuple(t.shape), t.dtype, t.device, torch.is_grad_enabled()) for t in inputs)
+    return tuple((tuple(t.shape), t.dtype, t.device) for t in inputs)
 
 
 def _fingerprint(module: nn.Module) -> tuple:
     """Changes whenever weights are replaced or written in place, or a mode flips."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
     return (
-        tuple((name, t.data_ptr(), t._version, t.dtype) for name, t in tensors),
+        # tensors made in inference mode count no writes
+        tuple((name, t.data_ptr(), 0 if t.is_inference() else t._version, t.dtype) for name, t in tensors),
         tuple(m.training for m in module.modules()),
     )
 
 
 def _blame(module: nn.Module, inputs: Sequence[Tensor], recipe: Recipe) -> str:
     """Which rewrite breaks the limit first, found by running ever longer prefixes of the pipeline."""
-    for count in range(len(recipe.rewrites) + 1):
-        shorter = Recipe(**{**vars(recipe), "rewrites": recipe.rewrites[:count], "capture": False})
+    names = tuple(rewrite.name for rewrite in PIPELINE if rewrite.name in recipe.rewrites)
+    for count in range(len(names) + 1):
+        shorter = replace(recipe, rewrites=names[:count], capture=False)
         try:
             graph_module, graph = lower(module, inputs, shorter)
             with torch.no_grad():
@@ -263,9 +281,5 @@ def _blame(module: nn.Module, inputs: Sequence[Tensor], recipe: Recipe) -> str:
         except NotEngaged as error:
             return f"without rewrites it cannot be run: {error}"
         if not agree(module, inputs, out, shorter).passed:
-            return (
-                f"the first rewrite that breaks it is {recipe.rewrites[count - 1]}"
-                if count
-                else "no rewrite is to blame"
-            )
-    return "no prefix of the pipeline breaks it, so the capture does"
+            return f"the first rewrite that breaks it is {names[count - 1]}" if count else "no rewrite is to blame"
+    return "no part of the pipeline breaks it: the capture does, or the module's results vary from call to call"

@@ -21,9 +21,11 @@ from ridgeline.numerics import TF32_EPS, Verdict, compare
 from ridgeline.recipe import Recipe
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# What rounding of the inputs alone may move: a score in sigmoid units, and a box edge relative to its coordinate range.
+# What two orders of the same fp32 sums differ by, also where the module itself happens to be luckier: a score in
+# sigmoid units, and a box edge of networks with random weights, which amplify rounding most.
 _SCORE_FLOOR = 1e-5
-_BOX_FLOOR_PX = 1e-3
+_BOX_FLOOR_PX = 1e-2
+_REORDERED_SUMS = 2.0**-18  # relative; 32 roundings of fp32
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,15 @@ class Agreement:
 
 
 def agree(module: nn.Module, inputs: Sequence[Tensor], results: Any, recipe: Recipe) -> Agreement:
-    """Compare `results` with the untouched module in float64; the module in the recipe's dtype sets what is allowed."""
-    reference = _run(module, inputs, torch.float64)
+    """Compare `results` with the untouched module in float64; the module in the recipe's dtype sets what is allowed.
+
+    A module that insists on float32 somewhere is its own reference in float32, and fp32 results are allowed the
+    rounding of `_REORDERED_SUMS`.
+    """
+    try:
+        reference, exact = _run(module, inputs, torch.float64), True
+    except RuntimeError:
+        reference, exact = _run(module, inputs, torch.float32), False
     eager = _run(module, inputs, _DTYPES[recipe.dtype])
     actual = [tensor.detach().clone() for tensor in _tensors(results)]
     factor = recipe.limits.error_factor
@@ -77,13 +86,15 @@ def agree(module: nn.Module, inputs: Sequence[Tensor], results: Any, recipe: Rec
         own = detection_errors(eager[0], reference[0])
         allowed = DetectionErrors(factor * own.score + _SCORE_FLOOR, factor * own.box_px + _BOX_FLOOR_PX, own.rows)
         return Agreement((), found, allowed)
-    tf32 = recipe.dtype == "fp32" and recipe.precision == "tf32" and inputs[0].is_cuda
+    eps = None if exact or recipe.dtype != "fp32" else _REORDERED_SUMS
+    if recipe.dtype == "fp32" and recipe.precision == "tf32" and inputs[0].is_cuda:
+        eps = TF32_EPS
     if not len(actual) == len(reference) == len(eager):
         raise VerificationFailed(f"compile: {len(actual)} results, but the module returns {len(reference)} tensors")
     verdicts = []
     for a, r, e in zip(actual, reference, eager, strict=True):
         if e.is_floating_point():
-            verdicts.append(compare(a.to(e.dtype), r.double(), e, error_factor=factor, eps=TF32_EPS if tf32 else None))
+            verdicts.append(compare(a.to(e.dtype), r.double(), e, error_factor=factor, eps=eps))
         else:
             # indices, masks: as often wrong as the module itself is in this dtype
             verdicts.append(compare(a.double(), r.double(), e.double(), error_factor=factor, eps=0.0))

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from graphs import BY_NAME, check, image, net, rewritten
+from graphs import BY_NAME, check, image, nan_memory, net, rewritten
 
 
 @dataclass
@@ -150,3 +150,17 @@ def test_results_do_not_change(seed):
     graph_module, _ = rewritten(module, [image(*shape, seed=seed)], *BY_NAME)
     # again, on other data: whatever the first call left behind must not matter
     check(graph_module, module, [image(*shape, seed=seed + 1000)])
+
+
+@pytest.mark.parametrize("seed", [14, 30, 35, 48])
+def test_the_kernels_themselves_give_the_same(seed):
+    """Under the interpreter, or on a GPU: storing calls check that what they write overlaps nothing they read."""
+    module, shape = build(seed)
+    x = image(*shape, seed=seed)
+    graph_module, found = rewritten(module, [x], *BY_NAME)
+    assert sum(count for name, count in found.items() if name.endswith("_into")) >= 5
+    if torch.cuda.is_available():
+        graph_module, module, x = graph_module.cuda(), module.cuda(), x.cuda()
+    with torch.no_grad(), nan_memory():
+        for actual, expected in zip(graph_module(x), module(x), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=2e-3, atol=2e-3)

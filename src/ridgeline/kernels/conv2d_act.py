@@ -255,7 +255,8 @@ def default_config(problem: Problem, target: Target) -> Config:
     deepest = min(4, max(2, -(-conv.c * conv.taps // block_k)))
     stages = range(deepest, 1, -1)
     area = block_m * block_n
-    num_warps = 8 if area > 64 * 128 else 4 if area > 1024 else 2
+    # sm_90's wgmma takes four warps
+    num_warps = 8 if area > 64 * 128 else 4 if area > 1024 or block_m >= 64 else 2
     configs = (Config(block_m, block_n, block_k, num_warps, s) for s in stages)
     return next(config for config in configs if config.is_valid(problem, target))
 

@@ -152,14 +152,15 @@ class Problem:
             )
         if self.out is not None and (share_elements(self.out, coarse) or share_elements(self.out, fine)):
             _refuse("out must not share memory with an input: other programs still read what would be written")
-        if max(t.numel() for t in (coarse, fine)) * 4 >= 2**31:
-            _refuse(f"maps of 2^29 elements and more are not supported, got {tuple(fine.shape)}")
         for name, tensor in (("coarse", coarse), ("weight", weight), ("bias", self.bias), ("out", self.out)):
             if tensor is not None and tensor.device != fine.device:
                 _refuse(f"{name} must be on {fine.device} like fine, got {tensor.device}")
+        joined = self.joined  # refuses dtypes, weight layout, bias and choices that the plain convolution refuses
         if self.out is not None:
-            check_map(NAME, "out", self.out, like=fine, shape=self.joined.out_shape)
-        _ = self.joined  # refuses dtypes, weight layout, bias and choices that the plain convolution refuses
+            check_map(NAME, "out", self.out, like=fine, shape=joined.out_shape)
+        pitch = max(pixel_pitch(fine) or 0, joined.conv.k if self.out is None else pixel_pitch(self.out) or 0)
+        if max(joined.pixels * pitch, coarse.shape[0] * (h // 2) * (w // 2) * (pixel_pitch(coarse) or 0)) >= 2**31:
+            _refuse(f"maps must span less than 2^31 elements, got {tuple(fine.shape)} to {joined.conv.k} channels")
 
     @property
     def joined(self) -> conv2d_act.Problem:

@@ -1,0 +1,395 @@
+"""compile on the CPU: same results, honest refusals, and a wrong rewrite that cannot hide."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import nets
+from graphs import by_reference, check, image, net, targets
+from ridgeline import compiler
+from ridgeline.compiler import Graph, lower
+from ridgeline.errors import NotEngaged, UsageError, VerificationFailed
+from ridgeline.models.blocks import SPPF, C3k, C3k2, Conv
+from ridgeline.models.ddpm_unet import TINY, UNet
+from ridgeline.models.yolo26 import YOLO26, fuse, randomise_
+from ridgeline.recipe import Recipe
+from ridgeline.rewrites import Rewrite
+from ridgeline.rewrites._match import calls, finish
+from ridgeline.rewrites._match import replace as replace_node
+from ridgeline.verifier import agree
+
+FP32 = Recipe(dtype="fp32")
+X = image(1, 3, 9, 8)
+
+
+@pytest.fixture(autouse=True)
+def _references():
+    with by_reference():
+        yield
+
+
+def small(**extra) -> nn.Module:
+    return net(
+        lambda m, x: m.head(F.silu(m.norm(m.conv(x))) + m.skip(x)),
+        conv=nn.Conv2d(3, 8, 3, padding=1), norm=nn.BatchNorm2d(8), skip=nn.Conv2d(3, 8, 1), head=nn.Conv2d(8, 4, 1),
+        **extra,
+    )  # fmt: skip
+
+
+def detector(scale: str = "n", seed: int = 0) -> YOLO26:
+    """With random weights class logits of ±100 would saturate every score, and ties hide errors: scale them down."""
+    model = fuse(randomise_(YOLO26(scale, heads=("one_to_one",)), seed))
+    for branch in model.detect.one2one_cv3:
+        branch[-1].weight.mul_(0.05)
+    return model
+
+
+# Results
+
+
+@pytest.mark.parametrize(
+    ("build", "kernels", "foreign"),
+    [
+        (nets.resnet50, {"conv2d_act": 52}, {"aten.relu.default", "aten.linear.default"}),
+        (nets.mobilenet_v3_like, {"conv2d_act": 16, "depthwise_conv2d_act": 5}, {"aten.hardswish.default"}),
+        (nets.convnext_tiny, {"conv2d_act": 4, "depthwise_conv2d_act": 18}, {"aten.layer_norm.default"}),
+        (nets.yolo_like, {"conv2d_act": 31, "upsample_concat_conv_act": 2, "max_pool_chain": 1}, {"aten.cat.default"}),
+        (nets.resnext_block, {"conv2d_act": 2}, {"aten.conv2d.default"}),
+        (nets.edm2_block_net, {}, {"aten.linalg_vector_norm.default"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_networks(build, kernels, foreign):
+    module, inputs = build()
+    compiled = compiler.compile(module.eval(), inputs, FP32)
+    assert compiled.agreement is not None and compiled.agreement.passed
+    graph = compiled.graph(*inputs)
+    assert kernels.items() <= dict(graph.kernels).items()
+    assert foreign <= {name for name, _ in graph.foreign}
+    assert graph.launches == sum(count for _, count in graph.kernels)
+    # other data than the example's: nothing of that was baked in
+    others = tuple(torch.randn(t.shape, generator=torch.Generator().manual_seed(7)) for t in inputs)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*others), module(*others), rtol=1e-4, atol=1e-5)
+
+
+def test_unet():
+    module = UNet(TINY).eval()
+    inputs = (image(2, TINY.in_channels, 8, 8), torch.tensor([3, 700]))
+    compiled = compiler.compile(module, inputs, FP32)
+    assert compiled.agreement is not None and compiled.agreement.passed
+    assert dict(compiled.graph(*inputs).kernels)["conv2d_act"] > 10
+
+
+@pytest.mark.parametrize(("batch", "height", "width"), [(1, 64, 64), (2, 64, 96)])
+def test_yolo26_is_kernels_only(batch, height, width):
+    model, x = detector(), torch.rand((batch, 3, height, width), generator=torch.Generator().manual_seed(1))
+    compiled = compiler.compile(model, x, FP32)
+    assert compiled.agreement is not None and compiled.agreement.detections is not None
+    assert compiled.agreement.detections.rows > 50 * batch
+    graph = compiled.graph(x)
+    assert graph.foreign == () and graph.interior == ()
+    assert dict(graph.kernels) == {
+        "conv2d_act": 87, "depthwise_conv2d_act": 6, "upsample_concat_conv_act": 2, "max_pool_chain": 1,
+        "attention_position": 2, "detect_topk": 1,
+    }  # fmt: skip
+    assert dict(graph.sites)["write_into_concat"] == 16
+    lines = graph.lines()
+    assert "rewrite fuse_detect: 1 sites" in lines and "kernel conv2d_act: 87" in lines
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_half_precision(dtype):
+    module = small()
+    compiled = compiler.compile(module, X, Recipe(dtype=dtype))
+    y = compiled(X)
+    assert y.dtype == {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    torch.testing.assert_close(y.float(), module(X), rtol=0.02, atol=0.05)
+    assert next(module.parameters()).dtype == torch.float32, "the module is the caller's"
+
+
+def test_a_variance_beyond_fp16_is_folded_before_it_is_cast():
+    module = small()
+    module.norm.running_var.mul_(1e6)
+    exact = module.double()(X.double() * 1e3)
+    module.float()
+    y = compiler.compile(module, X * 1e3, Recipe(dtype="fp16"), verify=False)(X * 1e3)
+    assert float((y.double() - exact).abs().max() / exact.abs().max()) < 2e-3
+
+
+def test_in_place_modules():
+    module = net(
+        lambda m, x: m.b(m.act(m.a(x).add_(m.skip(x)))),
+        a=nn.Conv2d(3, 8, 1), skip=nn.Conv2d(3, 8, 1), act=nn.SiLU(inplace=True), b=nn.Conv2d(8, 4, 3),
+    )  # fmt: skip
+    graph = compiler.compile(module, X, FP32).graph(X)
+    assert dict(graph.sites)["functionalize"] == 2 and graph.foreign == (("aten.silu.default", 1),)
+
+
+def test_a_network_that_is_not_of_two_dimensions():
+    module = net(lambda m, x: m.a(x), a=nn.Conv3d(2, 3, 3))
+    compiled = compiler.compile(module, torch.randn(1, 2, 4, 4, 4), FP32)
+    assert compiled.graph(torch.randn(1, 2, 4, 4, 4)).foreign == (("aten.conv3d.default", 1),)
+
+
+def test_dictionaries_and_tuples_come_back_as_they_are():
+    module = net(lambda m, x: {"a": m.a(x), "rest": (x, [m.a(x) * 2])}, a=nn.Conv2d(3, 4, 1))
+    out = compiler.compile(module, X, FP32)(X)
+    assert set(out) == {"a", "rest"} and isinstance(out["rest"], tuple)
+    torch.testing.assert_close(out["rest"][1][0], 2 * out["a"])
+
+
+def test_layouts_are_repaired_for_the_kernels():
+    """A reshape between convolutions: the one copy is named with its place."""
+    module = net(
+        lambda m, x: m.b(m.a(x).flatten(2).transpose(1, 2).reshape(1, 8, 9, 8)),
+        a=nn.Conv2d(3, 8, 1), b=nn.Conv2d(8, 4, 3),
+    )  # fmt: skip
+    graph = compiler.compile(module, X, FP32).graph(X)
+    assert ("aten.contiguous.default", 1) in graph.foreign
+    assert [finding.what for finding in graph.interior] == ["copy"]
+
+
+def test_the_graph_survives_functionalisation():
+    """What Inductor does to storing calls before it compiles: the same results, on aot_eager and twice."""
+    module, inputs = nets.yolo_like()
+    graph_module, graph = lower(module.eval(), inputs, FP32)
+    assert dict(graph.sites)["write_into_concat"] == 5
+    run = torch.compile(graph_module, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        for seed in (1, 2):
+            x = image(*inputs[0].shape, seed=seed)
+            torch.testing.assert_close(run(x), module(x), rtol=1e-4, atol=1e-5)
+
+
+# Recipes
+
+
+def test_without_rewrites_the_module_runs_as_it_is():
+    graph = compiler.compile(small(), X, replace(FP32, rewrites=())).graph(X)
+    assert graph.sites == () and graph.kernels == ()
+    assert dict(graph.foreign)["aten.batch_norm.default"] == 1
+
+
+@pytest.mark.parametrize("name", Recipe().rewrites)
+def test_every_rewrite_may_be_left_out(name):
+    def forward(m, x):
+        y = m.pools(m.down(x := m.stem(x)))
+        return m.split(m.join(torch.cat([F.interpolate(y, scale_factor=2.0, mode="nearest"), x], dim=1)))
+
+    module = net(
+        forward, stem=Conv(3, 16, 3), down=Conv(16, 16, 3, 2), pools=SPPF(16), join=Conv(32, 16),
+        split=C3k2(16, 8, [C3k(8)], hidden=8),
+    )  # fmt: skip
+    recipe = replace(FP32, rewrites=tuple(other for other in FP32.rewrites if other != name))
+    graph_module, graph = lower(module, (image(1, 3, 8, 8),), recipe)
+    check(graph_module, module, [image(1, 3, 8, 8)])
+    assert len(graph.sites) == len(FP32.rewrites) - 1
+
+
+def test_rewrites_run_in_the_pipelines_order():
+    recipe = replace(FP32, rewrites=("fuse_conv_act", "fold_batch_norm"))
+    assert compiler.compile(small(), X, recipe).graph(X).sites == (("fold_batch_norm", 1), ("fuse_conv_act", 3))
+
+
+def test_choices_reach_every_kernel():
+    graph_module, _ = lower(small(), (X,), replace(FP32, precision="ieee"))
+    fused = [node for node in graph_module.graph.nodes if "ridgeline" in str(node.target)]
+    assert len(fused) == targets(graph_module)["conv2d_act"] == 3
+    # dependent launch needs a GPU that has it, whatever the recipe asks
+    assert all(node.kwargs["precision"] == "ieee" and node.kwargs["pdl"] is False for node in fused)
+
+
+# Signatures and weights
+
+
+def test_each_signature_is_built_once():
+    compiled = compiler.compile(small(), X, FP32)
+    graph = compiled.graph(X)
+    with torch.no_grad():
+        assert compiled.graph(X) is graph
+    compiled(X.contiguous())
+    assert compiled.graph(X.contiguous()) is graph
+    larger = image(2, 3, 7, 5)
+    assert compiled(larger).shape == (2, 4, 7, 5)
+    assert compiled.graph(larger) is not graph and isinstance(graph, Graph)
+    torch.testing.assert_close(compiled.replayer(larger)(), compiled(larger))
+
+
+def test_autocast_and_gradients_outside_change_nothing():
+    module = small().requires_grad_(True)
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled = compiler.compile(module, X, FP32, verify=False)
+        inside = compiled(X)
+    assert inside.dtype == torch.float32 and not inside.requires_grad
+    torch.testing.assert_close(inside, compiled(X))
+
+
+def write_a_weight(module: nn.Module) -> None:
+    with torch.no_grad():
+        module.conv.weight.add_(1)
+
+
+def copy_into_a_statistic(module: nn.Module) -> None:
+    module.norm.running_mean.copy_(torch.ones(8))
+
+
+def load(module: nn.Module) -> None:
+    module.load_state_dict(small().state_dict())
+
+
+def load_by_assignment(module: nn.Module) -> None:
+    module.load_state_dict({name: tensor.clone() for name, tensor in module.state_dict().items()}, assign=True)
+
+
+def swap_the_head(module: nn.Module) -> None:
+    module.head = nn.Conv2d(8, 4, 1)
+
+
+CHANGES = (
+    write_a_weight, copy_into_a_statistic, load, load_by_assignment, swap_the_head, nn.Module.half, nn.Module.train,
+    lambda module: module.norm.train(),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+def test_changed_weights_or_mode_are_refused(change):
+    module = small()
+    compiled = compiler.compile(module, X, FP32, verify=False)
+    compiled(X)
+    change(module)
+    with pytest.raises(
+        UsageError, match="weights or mode changed after compile, which replays the old ones"
+    ) as refusal:
+        compiled(X)
+    assert str(refusal.value).count(". ") == 0
+
+
+def test_weights_made_in_inference_mode():
+    with torch.inference_mode():
+        module = small()
+    compiled = compiler.compile(module, X, FP32)
+    assert compiled.agreement is not None and compiled.agreement.passed
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("part", [lambda module: module, lambda module: module.norm], ids=["module", "a part of it"])
+def test_train_mode_is_refused(part):
+    module = small()
+    part(module).train()
+    with pytest.raises(UsageError, match=r"the module is in training mode; call \.eval\(\) first"):
+        compiler.compile(module, X, FP32)
+
+
+def test_inputs_are_needed():
+    with pytest.raises(UsageError, match="at least one tensor, got none"):
+        compiler.compile(small(), (), FP32)
+
+
+class BranchesOnValues(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class LoopsOverRows(nn.Module):
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [row.sum() for row in x.nonzero()]
+
+
+class Masks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x > 0]
+
+
+class ReadsANumber(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.max().item()
+
+
+class LeavesTorch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.from_numpy(x.numpy())
+
+
+@pytest.mark.parametrize("kind", [BranchesOnValues, LoopsOverRows, Masks, ReadsANumber, LeavesTorch])
+def test_what_cannot_be_exported_is_refused_with_its_line(kind):
+    line = kind.forward.__code__.co_firstlineno + 1
+    complaint = rf"{kind.__name__} cannot be (exported|captured): .*\(test_compiler\.py:{line}\)"
+    with pytest.raises(NotEngaged, match=complaint):
+        compiler.compile(kind().eval(), X, FP32)
+
+
+# A wrong rewrite
+
+
+def double_every_relu(graph_module) -> int:
+    """The planted error."""
+    sites = 0
+    for node in calls(graph_module, torch.ops.aten.relu.default):
+        with graph_module.graph.inserting_before(node):
+            wrong = graph_module.graph.call_function(torch.ops.aten.add.Tensor, (node.args[0], node.args[0]))
+        replace_node(node, wrong)
+        sites += 1
+    finish(graph_module)
+    return sites
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, name: str, apply) -> None:
+    pipeline = tuple(Rewrite(name, apply) if rewrite.name == name else rewrite for rewrite in compiler.PIPELINE)
+    monkeypatch.setattr(compiler, "PIPELINE", pipeline)
+
+
+@pytest.mark.parametrize("name", ["fold_batch_norm", "merge_siblings", "write_into_concat"])
+def test_a_wrong_rewrite_is_found_and_named(monkeypatch, name):
+    module = net(lambda m, x: m.b(F.relu(m.a(x))), a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 4, 1))
+    compiler.compile(module, X, FP32)
+    plant(monkeypatch, name, double_every_relu)
+    with pytest.raises(VerificationFailed, match=rf"RMS error .* the first rewrite that breaks it is {name}"):
+        compiler.compile(module, X, FP32)
+    assert not torch.allclose(compiler.compile(module, X, FP32, verify=False)(X), module(X))
+
+
+def test_the_first_of_two_wrong_rewrites_is_named_whatever_the_recipes_order(monkeypatch):
+    module = net(lambda m, x: m.b(F.relu(m.a(x))), a=nn.Conv2d(3, 8, 3), b=nn.Conv2d(8, 4, 1))
+    plant(monkeypatch, "fuse_conv_act", double_every_relu)
+    recipe = replace(FP32, rewrites=tuple(reversed(FP32.rewrites)))
+    with pytest.raises(VerificationFailed, match="the first rewrite that breaks it is fuse_conv_act"):
+        compiler.compile(module, X, recipe)
+
+
+def test_a_module_whose_results_vary_blames_no_rewrite():
+    class Drifting(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Drifting.calls += 1
+            return x + 1 / Drifting.calls**2
+
+    with pytest.raises(VerificationFailed, match=r"no part of the pipeline breaks it: .* results vary"):
+        compiler.compile(Drifting().eval(), X, FP32)
+
+
+def test_a_wrong_detector_is_found(monkeypatch):
+    """One box edge of the head off by a tenth of a grid cell."""
+
+    def shift_a_box(graph_module) -> int:
+        (node,) = calls(graph_module, torch.ops.ridgeline.detect_topk.default)
+        with graph_module.graph.inserting_before(node):
+            moved = graph_module.graph.call_function(torch.ops.aten.add.Tensor, (node.args[0], 0.1))
+        moved.meta["val"] = node.args[0].meta["val"]
+        node.args = (moved, *node.args[1:])
+        finish(graph_module)
+        return 1
+
+    plant(monkeypatch, "fuse_max_pools", shift_a_box)
+    model, x = detector(), torch.rand((1, 3, 64, 64), generator=torch.Generator().manual_seed(1))
+    found = agree(model, (x,), compiler.compile(model, x, FP32, verify=False)(x), FP32)
+    # at stride 8 a tenth of a cell is 0.8 pixels
+    assert not found.passed and "boxes by 0.8 px" in found.reason
