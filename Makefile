@@ -21,7 +21,7 @@ lint: $(READY)  ## what continuous integration checks besides the tests
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/basedpyright --level error --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
-	$(BIN)/codespell $(SOURCES) docs README.md
+	$(BIN)/codespell $(SOURCES) README.md
 	$(BIN)/python benchmarks/readme.py --check
 
 format: $(READY)
