@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.node import map_aggregate
 
 from ridgeline import tuned, tuning
 from ridgeline.cudagraph import Captured, capture
@@ -144,8 +143,11 @@ def tune(
     """
     examples = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     graph_module, _ = lower(module, examples, recipe or Recipe())
+    problems: dict[Op, list[dict[str, Any]]] = defaultdict(list)
+    for op, arguments in tuning.problems_of(graph_module):
+        problems[op].append(arguments)
     rows: list[tuned.Row] = []
-    for op, asked in problems(graph_module).items():
+    for op, asked in problems.items():
         rows += tuning.tune(op, asked, budget_s=budget_s, force=force, progress=progress)
     return tuple(rows)
 
@@ -160,27 +162,6 @@ def on_gpu(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[nn.Module, tupl
 def source_hashes() -> dict[str, str]:
     """The hash that rows of each op must carry to be used."""
     return {op.name: tuned.source_hash(Path(inspect.getfile(op.launcher.plan))) for op in ALL}
-
-
-def problems(graph_module: fx.GraphModule) -> dict[Op, list[dict[str, Any]]]:
-    """What each kernel of a lowered graph is asked to do: arguments with its shapes and strides, on random data."""
-    found: dict[Op, list[dict[str, Any]]] = defaultdict(list)
-    for node in graph_module.graph.nodes:
-        op = _KERNELS.get(node.target) if node.op == "call_function" else None
-        if op is not None:
-            given = node.args[1:] if node.target is op.into else node.args
-            arguments = {**inspect.signature(op.reference).bind(*given, **node.kwargs).arguments}
-            found[op].append(map_aggregate(arguments, _example))
-    return dict(found)
-
-
-def _example(argument: Any) -> Any:
-    if not isinstance(argument, fx.Node):
-        return argument
-    value = argument.meta["val"]
-    generator = torch.Generator(value.device).manual_seed(0)
-    example = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    return example.normal_(generator=generator)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
