@@ -16,12 +16,12 @@ from ridgeline.compiler import Graph, lower
 from ridgeline.errors import NotEngaged, UsageError, VerificationFailed
 from ridgeline.models.blocks import SPPF, C3k, C3k2, Conv
 from ridgeline.models.ddpm_unet import TINY, UNet
+from ridgeline.models.postprocess import anchor_grid, decode_xyxy, top_detections
 from ridgeline.models.yolo26 import YOLO26, fuse, randomise_
 from ridgeline.recipe import Recipe
 from ridgeline.rewrites import Rewrite
 from ridgeline.rewrites._match import calls, finish
 from ridgeline.rewrites._match import replace as replace_node
-from ridgeline.verifier import agree
 
 FP32 = Recipe(dtype="fp32")
 X = image(1, 3, 9, 8)
@@ -41,9 +41,22 @@ def small(**extra) -> nn.Module:
     )  # fmt: skip
 
 
-def detector(scale: str = "n", seed: int = 0) -> YOLO26:
+def pyramid() -> nn.Module:
+    """Pools, an upsampled branch and split-and-concat blocks in a few layers."""
+
+    def forward(m, x):
+        y = m.pools(m.down(x := m.stem(x)))
+        return m.split(m.join(torch.cat([F.interpolate(y, scale_factor=2.0, mode="nearest"), x], dim=1)))
+
+    return net(
+        forward, stem=Conv(3, 16, 3), down=Conv(16, 16, 3, 2), pools=SPPF(16), join=Conv(32, 16),
+        split=C3k2(16, 8, [C3k(8)], hidden=8),
+    )  # fmt: skip
+
+
+def detector() -> YOLO26:
     """With random weights class logits of ±100 would saturate every score, and ties hide errors: scale them down."""
-    model = fuse(randomise_(YOLO26(scale, heads=("one_to_one",)), seed))
+    model = fuse(randomise_(YOLO26("n", heads=("one_to_one",))))
     for branch in model.detect.one2one_cv3:
         branch[-1].weight.mul_(0.05)
     return model
@@ -86,12 +99,11 @@ def test_unet():
     assert dict(compiled.graph(*inputs).kernels)["conv2d_act"] > 10
 
 
-@pytest.mark.parametrize(("batch", "height", "width"), [(1, 64, 64), (2, 64, 96)])
-def test_yolo26_is_kernels_only(batch, height, width):
-    model, x = detector(), torch.rand((batch, 3, height, width), generator=torch.Generator().manual_seed(1))
+def test_yolo26_is_kernels_only():
+    model, x = detector(), torch.rand((2, 3, 64, 96), generator=torch.Generator().manual_seed(1))
     compiled = compiler.compile(model, x, FP32)
     assert compiled.agreement is not None and compiled.agreement.detections is not None
-    assert compiled.agreement.detections.rows > 50 * batch
+    assert compiled.agreement.detections.rows > 200
     graph = compiled.graph(x)
     assert graph.foreign == () and graph.interior == ()
     assert dict(graph.kernels) == {
@@ -157,13 +169,13 @@ def test_layouts_are_repaired_for_the_kernels():
 
 def test_the_graph_survives_functionalisation():
     """What Inductor does to storing calls before it compiles: the same results, on aot_eager and twice."""
-    module, inputs = nets.yolo_like()
-    graph_module, graph = lower(module.eval(), inputs, FP32)
-    assert dict(graph.sites)["write_into_concat"] == 5
+    module = pyramid()
+    graph_module, graph = lower(module, (image(1, 3, 8, 8),), FP32)
+    assert dict(graph.sites)["write_into_concat"] == 2
     run = torch.compile(graph_module, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         for seed in (1, 2):
-            x = image(*inputs[0].shape, seed=seed)
+            x = image(1, 3, 8, 8, seed=seed)
             torch.testing.assert_close(run(x), module(x), rtol=1e-4, atol=1e-5)
 
 
@@ -176,16 +188,9 @@ def test_without_rewrites_the_module_runs_as_it_is():
     assert dict(graph.foreign)["aten.batch_norm.default"] == 1
 
 
-@pytest.mark.parametrize("name", Recipe().rewrites)
+@pytest.mark.parametrize("name", ["fold_batch_norm", "fuse_conv_act", "merge_siblings", "write_into_concat"])
 def test_every_rewrite_may_be_left_out(name):
-    def forward(m, x):
-        y = m.pools(m.down(x := m.stem(x)))
-        return m.split(m.join(torch.cat([F.interpolate(y, scale_factor=2.0, mode="nearest"), x], dim=1)))
-
-    module = net(
-        forward, stem=Conv(3, 16, 3), down=Conv(16, 16, 3, 2), pools=SPPF(16), join=Conv(32, 16),
-        split=C3k2(16, 8, [C3k(8)], hidden=8),
-    )  # fmt: skip
+    module = pyramid()
     recipe = replace(FP32, rewrites=tuple(other for other in FP32.rewrites if other != name))
     graph_module, graph = lower(module, (image(1, 3, 8, 8),), recipe)
     check(graph_module, module, [image(1, 3, 8, 8)])
@@ -388,8 +393,18 @@ def test_a_wrong_detector_is_found(monkeypatch):
         finish(graph_module)
         return 1
 
+    def forward(m, x):
+        levels = [m.p3(x), m.p4(F.max_pool2d(x, 2)), m.p5(F.max_pool2d(x, 4))]
+        boxes, logits = (
+            torch.cat([level[:, part].flatten(2) for level in levels], dim=2) for part in (slice(0, 4), slice(4, 9))
+        )
+        return top_detections(decode_xyxy(boxes, *anchor_grid(64, 64)), logits)
+
+    module = net(forward, p3=nn.Conv2d(3, 9, 1), p4=nn.Conv2d(3, 9, 1), p5=nn.Conv2d(3, 9, 1))
+    x = image(1, 3, 8, 8)
     plant(monkeypatch, "fuse_max_pools", shift_a_box)
-    model, x = detector(), torch.rand((1, 3, 64, 64), generator=torch.Generator().manual_seed(1))
-    found = agree(model, (x,), compiler.compile(model, x, FP32, verify=False)(x), FP32)
     # at stride 8 a tenth of a cell is 0.8 pixels
-    assert not found.passed and "boxes by 0.8 px" in found.reason
+    with pytest.raises(
+        VerificationFailed, match=r"boxes by 0\.8 px .* the first rewrite that breaks it is fuse_max_pools"
+    ):
+        compiler.compile(module, x, FP32)

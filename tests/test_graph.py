@@ -192,9 +192,16 @@ def test_is_nhwc():
         (lambda m, x: x[:, :4], True), (lambda m, x: x.chunk(2, 1)[1], True), (lambda m, x: x.flatten(2), True),
         (lambda m, x: x.flatten(1), False), (lambda m, x: x.permute(0, 2, 3, 1), True), (lambda m, x: x + 1, False),
         (lambda m, x: x.transpose(2, 3), True), (lambda m, x: x[:, 0], True), (lambda m, x: x.unsqueeze(0), True),
+        (lambda m, x: x.contiguous(), False),
+        (lambda m, x: m.a(x).to(torch.float32), True), (lambda m, x: x.relu_(), False),
     ],
-    ids=["slice", "chunk", "flatten", "flatten that copies", "permute", "sum", "transpose", "select", "unsqueeze"],
+    ids=[
+        "slice", "chunk", "flatten", "flatten that copies", "permute", "sum", "transpose", "select", "unsqueeze",
+        "contiguous", "conversion to itself", "in place",
+    ],
 )  # fmt: skip
 def test_is_view(forward, view):
-    *_, last, _ = exported(forward).graph.nodes
+    graph_module = exported(forward)
+    refresh(graph_module)
+    *_, last, _ = graph_module.graph.nodes
     assert is_view(last) is view

@@ -217,3 +217,44 @@ def test_the_module_and_its_mode_stay_as_they_were():
     agree(module, (image(2, 3, 6, 6),), module.eval()(image(2, 3, 6, 6)), FP32)
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
     assert next(module.parameters()).dtype == torch.float32
+
+
+class LayoutDependent(nn.Module):
+    """Errs by 0.002 in one score, in half precision and NHWC alone: the other layout's luck is no limit."""
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("rows", rows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.rows.float() if self.rows.dtype == torch.float16 else self.rows
+        if self.rows.dtype == torch.float16 and not x.is_contiguous():
+            rows = rows.clone()
+            rows[0, 3, 4] += 0.002
+        return rows + 0 * x.sum()
+
+
+def test_the_limit_is_the_worse_of_two_layouts():
+    found = agree(LayoutDependent(detections().float()), (torch.zeros(1, 2, 3, 4),), detections(), Recipe(dtype="fp16"))
+    assert found.allowed is not None and found.allowed.score > 0.004
+
+
+class Losing(nn.Module):
+    """In half precision it loses its best row."""
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("rows", rows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.rows.float() if self.rows.dtype == torch.float16 else self.rows
+        if self.rows.dtype == torch.float16:
+            rows = rows.clone()
+            rows[0, 0, 5] = 77.0
+        return rows + 0 * x.sum()
+
+
+def test_a_module_that_loses_a_row_in_half_precision_does_not_allow_everything():
+    rows = detections()
+    shifted_box(rows)
+    assert not agree(Losing(detections().float()), (torch.zeros(1),), rows, Recipe(dtype="fp16")).passed

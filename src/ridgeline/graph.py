@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import traceback
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -21,24 +20,7 @@ from ridgeline.kernels._nhwc import pixel_pitch
 _COPIES = ("aten.clone.default", "aten.contiguous.default", "aten.copy.default", "aten.copy_.default")
 _FILLS = ("aten.zeros.default", "aten.zeros_like.default", "aten.fill_.Scalar", "aten.zero_.default")
 _CHECKS = ("aten._assert_tensor_metadata.default",)
-_VIEWS = (
-    "aten.chunk.default",
-    "aten.detach.default",
-    "aten.expand.default",
-    "aten.flatten.using_ints",
-    "aten.narrow.default",
-    "aten.permute.default",
-    "aten.reshape.default",
-    "aten.select.int",
-    "aten.slice.Tensor",
-    "aten.split.Tensor",
-    "aten.split_with_sizes.default",
-    "aten.squeeze.dim",
-    "aten.t.default",
-    "aten.transpose.int",
-    "aten.unsqueeze.default",
-    "aten.view.default",
-)
+_RESHAPES = ("aten.reshape.default", "aten.flatten.using_ints")
 
 
 def export(module: nn.Module, inputs: Sequence[Tensor]) -> fx.GraphModule:
@@ -134,12 +116,15 @@ def origin(node: fx.Node) -> str:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the node only renames memory of its first argument."""
-    if node.op != "call_function":
-        return False
-    if node.target is operator.getitem:
-        return True
-    return str(node.target) in _VIEWS and not _reshape_copies(node)
+    """Whether the node only renames memory of an argument: slices, dropout in eval mode, conversions to what it is."""
+    shared = any(memory(node) & memory(source) for source in node.all_input_nodes)
+    return node.op == "call_function" and shared and not mutated(node)
+
+
+def memory(node: fx.Node) -> set[int]:
+    """Identities of the memory that a node's values live in; a view has its source's."""
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return {value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)}
 
 
 def mutated(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -159,12 +144,10 @@ def _offence(node: fx.Node) -> str | None:
     name = str(node.target)
     if name == "aten.cat.default":
         return "concat"
-    if name in _COPIES:
+    if name in (*_COPIES, *_RESHAPES) and not is_view(node):
         return "copy"
     if name in _FILLS:
         return "fill"
-    if _reshape_copies(node):
-        return "copy"
     value = node.meta.get("val")
     source = next((a.meta.get("val") for a in node.all_input_nodes if isinstance(a.meta.get("val"), Tensor)), None)
     if not isinstance(value, Tensor) or not isinstance(source, Tensor) or not value.dim() == source.dim() == 4:
@@ -178,15 +161,6 @@ def is_nhwc(x: Tensor) -> bool:
     _, c, h, w = x.shape
     # a 1x1 map or a single channel is both layouts at once, so ask the predicate and never compare strides
     return c == 1 or h * w == 1 or x.stride(1) == 1 or x.is_contiguous(memory_format=torch.channels_last)
-
-
-def _reshape_copies(node: fx.Node) -> bool:
-    if str(node.target) not in ("aten.reshape.default", "aten.flatten.using_ints"):
-        return False
-    source, value = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
-    if not isinstance(source, Tensor) or not isinstance(value, Tensor):
-        return False
-    return source.untyped_storage()._cdata != value.untyped_storage()._cdata
 
 
 def _reads_back(node: fx.Node) -> bool:

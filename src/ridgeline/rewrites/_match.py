@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from ridgeline.graph import mutated
+from ridgeline.graph import memory, mutated
 
 
 def calls(graph_module: fx.GraphModule, *targets: Callable) -> Iterator[fx.Node]:
@@ -32,12 +31,6 @@ def written_memory(graph_module: fx.GraphModule) -> set[int]:
 def touched_memory(node: fx.Node) -> set[int]:
     """Identities of the memory that a call reads or makes."""
     return memory(node).union(*(memory(source) for source in node.all_input_nodes))
-
-
-def memory(node: fx.Node) -> set[int]:
-    """Identities of the memory that a node's values live in; a view has its source's."""
-    values = pytree.tree_leaves(node.meta.get("val"))
-    return {value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)}
 
 
 def argument(node: fx.Node, index: int, default: Any = None) -> Any:

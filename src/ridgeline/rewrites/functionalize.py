@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from ridgeline.graph import mutated
-from ridgeline.rewrites._match import finish, memory, replace, value
+from ridgeline.graph import memory, mutated
+from ridgeline.rewrites._match import finish, replace, value
 
 
 def apply(graph_module: fx.GraphModule) -> int:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ridgeline.graph import refresh
+from ridgeline.graph import is_view, refresh
 from ridgeline.kernels import ALL
-from ridgeline.rewrites._match import argument, calls, finish, memory, value
+from ridgeline.rewrites._match import argument, calls, finish, value
 
 _aten = torch.ops.aten
 _INTO = {op.overload: op.into for op in ALL if op.into is not None}
@@ -34,11 +34,7 @@ def apply(graph_module: fx.GraphModule) -> int:
     """
     refresh(graph_module)
     _name_slices(graph_module)
-    views = frozenset(
-        node
-        for node in graph_module.graph.nodes
-        if node.op == "call_function" and any(memory(node) & memory(source) for source in node.all_input_nodes)
-    )
+    views = frozenset(node for node in graph_module.graph.nodes if is_view(node))
     sites = 0
     for cat in calls(graph_module, _aten.cat.default):
         maps = cat.args[0]
