@@ -17,15 +17,13 @@ from ridgeline import tuned, tuning
 from ridgeline.cudagraph import Captured, capture
 from ridgeline.errors import EnvironmentUnusable, NotEngaged, UsageError, VerificationFailed
 from ridgeline.graph import Finding, export, interior, is_view, repair_layout
-from ridgeline.kernels import ALL, Op
+from ridgeline.kernels import ALL, BY_OVERLOAD, Op
 from ridgeline.recipe import Recipe
 from ridgeline.rewrites import PIPELINE
 from ridgeline.streams import StreamedGraph, schedule
 from ridgeline.verifier import Agreement, agree
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _PDL_CAPABILITY = (9, 0)
-_KERNELS = {overload: op for op in ALL for overload in (op.overload, op.into) if overload is not None}
 
 
 @dataclass(frozen=True)
@@ -120,11 +118,11 @@ def compile(  # noqa: A001 - the verb's name, always used as ridgeline.compile
 
 def lower(module: nn.Module, inputs: Sequence[Tensor], recipe: Recipe) -> tuple[fx.GraphModule, Graph]:
     """The module as a graph of fused kernels in the recipe's dtype, not yet captured; `module` is untouched."""
-    dtype = _DTYPES[recipe.dtype]
+    dtype = recipe.torch_dtype
     graph_module = export(_prepared(module, dtype), [cast(tensor, dtype) for tensor in inputs])
     sites = [(r.name, r.apply(graph_module)) for r in PIPELINE if r.name in recipe.rewrites]
     _choose(graph_module, recipe, inputs[0].device)
-    repair_layout(graph_module, _KERNELS)
+    repair_layout(graph_module, BY_OVERLOAD)
     return graph_module, _describe(graph_module, sites)
 
 
@@ -193,7 +191,7 @@ def _choose(graph_module: fx.GraphModule, recipe: Recipe, device: torch.device) 
     has_pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _PDL_CAPABILITY
     choices = {"precision": recipe.precision, "pdl": recipe.pdl and has_pdl}
     for node in graph_module.graph.nodes:
-        if node.op == "call_function" and node.target in _KERNELS:
+        if node.op == "call_function" and node.target in BY_OVERLOAD:
             known = {argument.name for argument in node.target._schema.arguments}
             node.kwargs = {**node.kwargs, **{name: value for name, value in choices.items() if name in known}}
     graph_module.recompile()
@@ -205,13 +203,13 @@ def _describe(graph_module: fx.GraphModule, sites: Sequence[tuple[str, int]]) ->
     for node in graph_module.graph.nodes:
         if node.op != "call_function" or is_view(node) or node.target is torch.ops.aten.empty.memory_format:
             continue
-        op = _KERNELS.get(node.target)
+        op = BY_OVERLOAD.get(node.target)
         (kernels if op else foreign)[op.name if op else str(node.target)] += 1
     return Graph(tuple(sites), tuple(kernels.items()), tuple(foreign.items()), interior(graph_module))
 
 
 def _runner(graph_module: fx.GraphModule, graph: Graph, inputs: Sequence[Tensor], recipe: Recipe) -> Callable[..., Any]:
-    dtype = _DTYPES[recipe.dtype]
+    dtype = recipe.torch_dtype
     captured = inputs[0].is_cuda and recipe.capture
     run: Callable[..., Any] = graph_module
     if graph.foreign and inputs[0].is_cuda:

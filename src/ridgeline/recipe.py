@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from ridgeline.errors import UsageError
+from ridgeline.kernels._op import DTYPES
 from ridgeline.rewrites import PIPELINE
 
-DTYPES = ("fp32", "fp16", "bf16")
 PRECISIONS = ("tf32", "ieee")
 
 
@@ -41,6 +43,10 @@ class Recipe:
     capture: bool = True
     side_streams: int = 3
     limits: Limits = Limits()
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ridgeline.graph import is_view
+from ridgeline.graph import is_view, mutated
 
 SIDE_STREAMS = 3
 
@@ -124,32 +124,21 @@ def _roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return roots
 
 
-def _mutated(node: fx.Node) -> fx.Node | None:
-    """The argument that an operator writes, if it writes one."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return None
-    index = next(i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
-    written = node.args[index]
-    assert isinstance(written, fx.Node)
-    return written
-
-
 def _dependencies(kernels: list[fx.Node], roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """Kernels that must have finished: who wrote what this one reads, who read or wrote what it writes."""
     writers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     before: dict[fx.Node, list[fx.Node]] = {}
     for node in kernels:
-        target = _mutated(node)
-        written = roots[target] if target is not None else node
-        read = {roots[source] for source in node.all_input_nodes if source is not target}
+        targets = mutated(node)
+        # dictionaries, so that one graph always gets one schedule
+        written = dict.fromkeys(roots[target] for target in targets)
+        read = dict.fromkeys(roots[source] for source in node.all_input_nodes if source not in targets)
         needed = dict.fromkeys(earlier for root in read for earlier in writers[root])
-        if target is not None:
-            needed |= dict.fromkeys([*writers[written], *readers[written]])
-        needed.pop(node, None)
+        needed |= dict.fromkeys(earlier for root in written for earlier in (*writers[root], *readers[root]))
         before[node] = list(needed)
-        writers[written].append(node)
+        for root in written or (node,):
+            writers[root].append(node)
         for root in read:
             readers[root].append(node)
     return before

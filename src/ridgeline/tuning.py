@@ -30,7 +30,7 @@ from triton.errors import TritonError
 from ridgeline import tuned
 from ridgeline.cudagraph import capture
 from ridgeline.errors import EnvironmentUnusable
-from ridgeline.kernels import ALL
+from ridgeline.kernels import BY_OVERLOAD
 from ridgeline.kernels._op import DTYPES, Launch, Op, Target, target_of
 from ridgeline.numerics import TF32_EPS, compare, to_float64
 from ridgeline.precompile import precompile, request
@@ -117,14 +117,13 @@ def problems_of(graph_module: fx.GraphModule) -> Iterator[tuple[Op, dict[str, An
 
     Weights are the graph's own; other tensors are normal data with the layout and device that the graph records.
     """
-    ops = {overload: op for op in ALL for overload in (op.overload, op.into) if overload is not None}
     for node in graph_module.graph.nodes:
-        if node.op == "call_function" and node.target in ops:
+        if node.op == "call_function" and node.target in BY_OVERLOAD:
             names = [argument.name for argument in node.target._schema.arguments]
             given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
             # one tensor for a node that is two arguments
             made = {value: _tensor_of(graph_module, value) for value in node.all_input_nodes}
-            yield ops[node.target], {name: map_arg(value, made.__getitem__) for name, value in given.items()}
+            yield BY_OVERLOAD[node.target], {name: map_arg(value, made.__getitem__) for name, value in given.items()}
 
 
 def _tensor_of(graph_module: fx.GraphModule, node: fx.Node) -> Tensor:

@@ -20,7 +20,6 @@ from ridgeline.errors import VerificationFailed
 from ridgeline.numerics import TF32_EPS, Verdict, compare
 from ridgeline.recipe import Recipe
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # What two orders of the same fp32 sums differ by, also where the module itself happens to be luckier: a score in
 # sigmoid units, and a box edge of networks with random weights, which amplify rounding most.
 _SCORE_FLOOR = 1e-5
@@ -58,8 +57,6 @@ class Agreement:
         """One sentence with the numbers."""
         if self.detections is not None and self.allowed is not None:
             found, allowed = self.detections, self.allowed
-            if math.isnan(allowed.score):
-                return "the untouched module itself gives NaN in this dtype, so nothing can be judged: use bf16 or fp32"
             return (
                 f"scores differ by {found.score:.3g} (allowed {allowed.score:.3g}) and boxes by {found.box_px:.3g} px "
                 f"(allowed {allowed.box_px:.3g}) over {found.rows} rows"
@@ -78,7 +75,7 @@ def agree(module: nn.Module, inputs: Sequence[Tensor], results: Any, recipe: Rec
         reference, exact = _run(module, inputs, torch.float64), True
     except RuntimeError:
         reference, exact = _run(module, inputs, torch.float32), False
-    eager = _run(module, inputs, _DTYPES[recipe.dtype])
+    eager = _run(module, inputs, recipe.torch_dtype)
     actual = [tensor.detach().clone() for tensor in _tensors(results)]
     factor = recipe.limits.error_factor
     if len(reference) == 1 and is_detections(reference[0]):
@@ -106,7 +103,7 @@ def _allowed(
 
     Two, because one score out of 300 is the largest error, and whether a run hits that one is luck.
     """
-    runs = (eager, _run(module, inputs, _DTYPES[recipe.dtype], channels_last=True)[0])
+    runs = (eager, _run(module, inputs, recipe.torch_dtype, channels_last=True)[0])
     own = [detection_errors(run, reference) for run in runs]
     # a run that itself lost a row says nothing about how far the others may move
     score, box_px = (

@@ -21,6 +21,9 @@ ALL = (
     detect_topk.OP,
 )
 
+# the op behind a graph node's target, whether it returns its result or writes it
+BY_OVERLOAD = {overload: op for op in ALL for overload in (op.overload, op.into) if overload is not None}
+
 
 def find(name: str) -> Op:
     """The op called `name`. Raises UsageError for an unknown one."""

@@ -264,6 +264,14 @@ def target_of(x: Tensor) -> Target:
     return _cuda_target(x.device.index or 0) if x.is_cuda else typical_target("sm_90")
 
 
+def execute(op: str, launch: Launch, x: Tensor) -> Tensor:
+    """Run a launch, unless its output is empty, on the device of `x`; returns the output."""
+    if launch.output.numel():
+        check_launchable(op, launch.kernel, x)
+        launch.run()
+    return launch.output
+
+
 def check_launchable(op: str, kernel: Any, x: Tensor) -> None:
     """Refuse a tensor that this process cannot run kernels on."""
     if not x.is_cuda and isinstance(kernel, triton.runtime.JITFunction):

@@ -21,7 +21,7 @@ position encoding, needs only v's pixels around the queries, which the same prog
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, NoReturn
 
@@ -45,7 +45,7 @@ from ridgeline.kernels._nhwc import (
     share_elements,
     wait_for_predecessor,
 )
-from ridgeline.kernels._op import Launch, Launcher, Sample, Target, check_launchable, define, target_of, tuned_config
+from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
 from ridgeline.kernels.depthwise_conv2d_act import is_packed, pack
 
 PRECISIONS = ("tf32", "ieee")
@@ -331,12 +331,8 @@ def attention_position(
     precision: str = "tf32",
     pdl: bool = False,
 ) -> Tensor:
-    problem = Problem(qkv, weight, bias, heads, key_channels, precision, pdl)
-    y = empty_nhwc(problem.out_shape, like=qkv)
-    if y.numel():
-        check_launchable("attention_position", attention_position_kernel, qkv)
-        plan(**vars(replace(problem, out=y))).run()
-    return y
+    choices = {"heads": heads, "key_channels": key_channels, "precision": precision, "pdl": pdl}
+    return execute("attention_position", plan(qkv=qkv, weight=weight, bias=bias, **choices), qkv)
 
 
 def _refuse(text: str, kind: type[Exception] = ValueError) -> NoReturn:

@@ -34,7 +34,7 @@ from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem, conv_forward, problem_of
 from ridgeline.kernels._conv import FLOATS, INT32_ELEMENTS, ConvCall
 from ridgeline.kernels._nhwc import activate, conv_sample, next_power_of_2, split_pixel, wait_for_predecessor
-from ridgeline.kernels._op import Launch, Launcher, Target, check_launchable, define, target_of, tuned_config
+from ridgeline.kernels._op import Launch, Launcher, Target, define, execute, target_of, tuned_config
 
 PRECISIONS = ("tf32", "ieee")
 _MOST_CANDIDATES = 40  # beside the default
@@ -322,11 +322,7 @@ def conv2d_act(
     pdl: bool = False,
 ) -> Tensor:
     choices = {"stride": stride, "padding": padding, "act": act, "precision": precision, "pdl": pdl}
-    launch = plan(x=x, weight=weight, bias=bias, residual=residual, **choices)
-    if launch.output.numel():
-        check_launchable("conv2d_act", conv2d_act_kernel, x)
-        launch.run()
-    return launch.output
+    return execute("conv2d_act", plan(x=x, weight=weight, bias=bias, residual=residual, **choices), x)
 
 
 # 64 rows and 4 warps are the least that sm_90's wgmma takes; narrower tiles run on mma.sync.

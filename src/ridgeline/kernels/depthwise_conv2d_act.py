@@ -31,7 +31,7 @@ from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem, conv_forward, problem_of
 from ridgeline.kernels._conv import FLOATS, ConvCall
 from ridgeline.kernels._nhwc import activate, cdiv, next_power_of_2, random_nhwc, wait_for_predecessor
-from ridgeline.kernels._op import Launch, Launcher, Sample, Target, check_launchable, define, target_of, tuned_config
+from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
 
 _VECTOR_BYTES = 16
 _MAX_ELEMENTS = 32  # fp32 accumulators a thread
@@ -229,11 +229,7 @@ def depthwise_conv2d_act(
     pdl: bool = False,
 ) -> Tensor:
     choices = {"stride": stride, "padding": padding, "act": act, "pdl": pdl}
-    launch = plan(x=x, weight=weight, bias=bias, residual=residual, **choices)
-    if launch.output.numel():
-        check_launchable("depthwise_conv2d_act", depthwise_conv2d_act_kernel, x)
-        launch.run()
-    return launch.output
+    return execute("depthwise_conv2d_act", plan(x=x, weight=weight, bias=bias, residual=residual, **choices), x)
 
 
 # (elements, warps) of a tile: two vectors of 8 a thread where there is work for it, one where there is not.

@@ -28,7 +28,7 @@ number.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -37,7 +37,7 @@ from torch import Tensor
 from ridgeline.cost import Cost
 from ridgeline.kernels._conv import FLOATS, INT32_ELEMENTS
 from ridgeline.kernels._nhwc import cdiv, check_map, next_power_of_2, pixel_pitch, random_nhwc
-from ridgeline.kernels._op import Launch, Launcher, Sample, Target, check_launchable, define, target_of, tuned_config
+from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
 from ridgeline.kernels._topk import collect_kernel, group_maxima_kernel, rank_kernel
 from ridgeline.models.postprocess import MAX_DETECTIONS, STRIDES, anchor_grid, decode_xyxy, top_detections
 
@@ -297,11 +297,7 @@ def detect_topk(
     pdl: bool = False,
 ) -> Tensor:
     problem = Problem(box_p3, box_p4, box_p5, logits_p3, logits_p4, logits_p5, limit, pdl)
-    y = _empty(problem, (box_p3.shape[0], problem.detections, 6), torch.float32)
-    if y.numel():
-        check_launchable("detect_topk", rank_kernel, box_p3)
-        plan(**vars(replace(problem, out=y))).run()
-    return y
+    return execute("detect_topk", plan(**vars(problem)), box_p3)
 
 
 def _empty(problem: Problem, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

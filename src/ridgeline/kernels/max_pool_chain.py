@@ -17,7 +17,7 @@ clipped window holds anyway.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -38,7 +38,7 @@ from ridgeline.kernels._nhwc import (
     share_elements,
     wait_for_predecessor,
 )
-from ridgeline.kernels._op import Launch, Launcher, Sample, Target, check_launchable, define, target_of, tuned_config
+from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
 
 WIDEST_WINDOW = 63  # the loads of one row are unrolled
 _VECTOR_BYTES = 8
@@ -224,12 +224,7 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
 
 
 def max_pool_chain(x: Tensor, *, size: int, count: int, pdl: bool = False) -> Tensor:
-    problem = Problem(x, size, count, pdl)
-    y = empty_nhwc(problem.out_shape, like=x)
-    if y.numel():
-        check_launchable("max_pool_chain", max_pool_chain_kernel, x)
-        plan(**vars(replace(problem, out=y))).run()
-    return y
+    return execute("max_pool_chain", plan(x=x, size=size, count=count, pdl=pdl), x)
 
 
 def _programs(problem: Problem, config: Config) -> int:

@@ -37,7 +37,7 @@ from ridgeline.kernels._nhwc import (
     split_pixel,
     wait_for_predecessor,
 )
-from ridgeline.kernels._op import Launch, Launcher, Sample, Target, check_launchable, define, target_of, tuned_config
+from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
 from ridgeline.kernels.conv2d_act import Config
 
 NAME = "upsample_concat_conv_act"
@@ -244,11 +244,7 @@ def upsample_concat_conv_act(
     pdl: bool = False,
 ) -> Tensor:
     choices = {"act": act, "precision": precision, "pdl": pdl}
-    launch = plan(coarse=coarse, fine=fine, weight=weight, bias=bias, **choices)
-    if launch.output.numel():
-        check_launchable(NAME, upsample_concat_conv_act_kernel, coarse)
-        launch.run()
-    return launch.output
+    return execute(NAME, plan(coarse=coarse, fine=fine, weight=weight, bias=bias, **choices), coarse)
 
 
 def _refuse(text: str) -> None:
