@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import triton
+from torch.utils._pytree import tree_map_only
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
@@ -77,7 +78,7 @@ def bench(op: Op, sample: Sample, dtype: str, where: _rows.Machine, *, configs: 
     if not launches:
         raise VerificationFailed(f"{op.name}: none of the {configs} configs tried is right for {sample.why} in {dtype}")
     # the rivals get every tensor in the dtype they compute in, so that no cast is in their time
-    theirs = {name: v.to(DTYPES[dtype]) if isinstance(v, torch.Tensor) else v for name, v in arguments.items()}
+    theirs = tree_map_only(torch.Tensor, lambda t: t.to(DTYPES[dtype]) if t.is_floating_point() else t, arguments)
     calls: dict[str, Callable[[], Any]] = {"eager": lambda: op.reference(**theirs)}
     if compiled:
         torch.compiler.reset()
@@ -108,7 +109,7 @@ def bench(op: Op, sample: Sample, dtype: str, where: _rows.Machine, *, configs: 
             stack=stack,
             recipe=recipe,
             dtype=dtype,
-            batch=arguments["x"].shape[0],
+            batch=next(v for v in arguments.values() if isinstance(v, torch.Tensor)).shape[0],
             shape=sample.why,
             region="kernel",
             stack_version=version(stack),

@@ -100,11 +100,14 @@ def judge(
 
 
 def to_float64(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments with every floating-point tensor in float64; all else as it is."""
-    return {
-        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in arguments.items()
-    }
+    """The arguments with every floating-point tensor, in lists too, in float64; all else as it is."""
+
+    def exact(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [exact(part) for part in value]
+        return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return {name: exact(value) for name, value in arguments.items()}
 
 
 def rms(x: Tensor) -> float:

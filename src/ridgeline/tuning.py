@@ -31,7 +31,7 @@ from ridgeline import tuned
 from ridgeline.cudagraph import capture
 from ridgeline.errors import EnvironmentUnusable
 from ridgeline.kernels import BY_OVERLOAD
-from ridgeline.kernels._op import DTYPES, Launch, Op, Target, target_of
+from ridgeline.kernels._op import DTYPES, Launch, Op, Target, computed_in, target_of
 from ridgeline.numerics import TF32_EPS, compare, to_float64
 from ridgeline.precompile import precompile, request
 from ridgeline.timing import Timing, differs, gpu_state, time_many
@@ -131,7 +131,12 @@ def _tensor_of(graph_module: fx.GraphModule, node: fx.Node) -> Tensor:
         return operator.attrgetter(str(node.target))(graph_module).detach()
     fake = node.meta["val"]
     tensor = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
-    return tensor.normal_(generator=torch.Generator(fake.device).manual_seed(0))
+    generator = torch.Generator(fake.device).manual_seed(0)
+    return (
+        tensor.normal_(generator=generator)
+        if fake.dtype.is_floating_point
+        else tensor.random_(0, 256, generator=generator)
+    )
 
 
 # --- one problem -------------------------------------------------------------------------------------------------
@@ -152,7 +157,7 @@ class _Work:
 
 
 def _place(op: Op, arguments: Mapping[str, Any], device: Callable[[Tensor], str]) -> tuple[str, str, str]:
-    x = _first_tensor(arguments)
+    x = computed_in(arguments)
     dtype = next((name for name, value in DTYPES.items() if value == x.dtype), str(x.dtype))
     return device(x), dtype, op.key(**arguments)
 
@@ -165,7 +170,7 @@ def _work(
     *,
     force: bool,
 ) -> _Work:
-    x = _first_tensor(arguments)
+    x = computed_in(arguments)
     target = target_of(x)
     if x.is_cuda and int(target.arch.removeprefix("sm_")) >= 90 and "pdl" in inspect.signature(op.reference).parameters:
         arguments = {"pdl": True, **arguments}  # how a captured network launches it there
@@ -302,11 +307,6 @@ def _writing(launch: Launch, output: Tensor) -> Launch:
 def _without_out(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What the op itself takes; `out` belongs to its launch."""
     return {name: value for name, value in arguments.items() if name != "out"}
-
-
-def _first_tensor(arguments: Mapping[str, Any]) -> Tensor:
-    lists = (value if isinstance(value, list | tuple) else (value,) for value in arguments.values())
-    return next(value for values in lists for value in values if isinstance(value, Tensor))
 
 
 def _values(config: Any) -> dict[str, tuned.Value]:

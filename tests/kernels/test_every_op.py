@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from ridgeline.cost import Cost
@@ -100,7 +101,8 @@ def test_flops_equal_the_flop_counter(op: Op, sample: Sample, dtype: torch.dtype
 def test_bytes_touch_every_tensor_once(op: Op, sample: Sample, dtype: torch.dtype):
     arguments = sample.arguments(dtype, DEVICE)
     cost = op.cost(**arguments)
-    assert cost.read_bytes == sum(t.numel() * t.element_size() for t in tensors(arguments).values())
+    everything = [t for t in tree_leaves(arguments) if isinstance(t, Tensor)]
+    assert cost.read_bytes == sum(t.numel() * t.element_size() for t in everything)
     y = op.reference(**arguments)
     assert cost.write_bytes == y.numel() * y.element_size()
 
@@ -143,7 +145,11 @@ def test_every_op_has_small_and_real_samples(op: Op):
     for sample in op.samples:
         source = op.source(arch="sm_90", dtype="fp16", sample=sample.why)
         assert set(source.kernel.arg_names) == set(source.signature) | set(source.constants)
-        assert {"*fp16", "*bf16", "*fp32", "*i32", "*i64", "i32", "i64"} > set(source.signature.values()) >= {"*fp16"}
+        assert (
+            {"*fp16", "*bf16", "*fp32", "*i32", "*i64", "*u8", "i32", "i64"}
+            > set(source.signature.values())
+            >= {"*fp16"}
+        )
 
 
 @triton.jit

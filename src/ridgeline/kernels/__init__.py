@@ -4,8 +4,10 @@ from ridgeline.errors import UsageError
 from ridgeline.kernels import (
     attention_position,
     conv2d_act,
+    conv_chain,
     depthwise_conv2d_act,
     detect_topk,
+    letterbox_conv_act,
     max_pool_chain,
     upsample_concat_conv_act,
 )
@@ -14,8 +16,10 @@ from ridgeline.kernels._op import Sample as Sample
 
 ALL = (
     conv2d_act.OP,
+    conv_chain.OP,
     depthwise_conv2d_act.OP,
     upsample_concat_conv_act.OP,
+    letterbox_conv_act.OP,
     max_pool_chain.OP,
     attention_position.OP,
     detect_topk.OP,

@@ -26,6 +26,7 @@ _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.uint8: "*u8",
 }
 _INT32_MAX = 2**31 - 1
 _NO_PROBLEM = frozenset({"bias", "out", "pdl"})  # arguments that change neither the work nor which config suits it
@@ -240,17 +241,25 @@ def _define_into(
 
 def tuned_config(op: Op, kind: type[Config], is_valid: Callable[[Config], bool], **arguments: Any) -> Config | None:
     """The config that the tables hold for this call on this GPU; None without a valid one, or off a GPU."""
-    x = next(
-        t for v in arguments.values() for t in (v if isinstance(v, (list, tuple)) else (v,)) if isinstance(t, Tensor)
-    )
+    row = tuned_row(op, **arguments)
+    config = None if row is None else tuned.build(kind, row.config)
+    return config if config is not None and is_valid(config) else None
+
+
+def tuned_row(op: Op, **arguments: Any) -> tuned.Row | None:
+    """What the tables hold for a call of `op` on the GPU of its tensors, which may be fake; None off a GPU."""
+    x = computed_in(arguments)
     if not x.is_cuda:
         return None
     dtype = next((name for name, known in DTYPES.items() if known == x.dtype), str(x.dtype))
     source_hash = tuned.source_hash(Path(inspect.getfile(op.launcher.plan)))
-    device = torch.cuda.get_device_name(x.device)
-    found = tuned.lookup(op.name, device, dtype, op.key(**arguments), source_hash=source_hash)
-    config = None if found is None else tuned.build(kind, found)
-    return config if config is not None and is_valid(config) else None
+    return tuned.load(op.name, torch.cuda.get_device_name(x.device), source_hash).row(dtype, op.key(**arguments))
+
+
+def computed_in(arguments: Mapping[str, Any]) -> Tensor:
+    """The first floating-point tensor among a call's arguments: its dtype and device are the call's."""
+    lists = (value if isinstance(value, (list, tuple)) else (value,) for value in arguments.values())
+    return next(t for values in lists for t in values if isinstance(t, Tensor) and t.is_floating_point())
 
 
 def typical_target(arch: str) -> Target:

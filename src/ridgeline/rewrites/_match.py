@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from ridgeline.graph import memory, mutated
@@ -108,6 +110,37 @@ def same(pattern: Any, node: Any, bound: dict[fx.Node, fx.Node]) -> bool:
             and all(same(pattern[key], node[key], bound) for key in pattern)
         )
     return type(pattern) is type(node) and pattern == node
+
+
+def channel_range(node: fx.Node) -> tuple[int, int] | None:
+    """Where a slice along channels without gaps begins and ends in its source; None for any other call."""
+    sliced = node.op == "call_function" and node.target is torch.ops.aten.slice.Tensor
+    if not sliced or argument(node, 1, 0) != 1 or argument(node, 4, 1) != 1:
+        return None
+    start, stop, _ = slice(argument(node, 2), argument(node, 3)).indices(value(node.args[0]).shape[1])
+    return start, stop
+
+
+def name_slices(graph_module: fx.GraphModule) -> None:
+    """chunk and split along channels become slices, so that one node says where a part begins."""
+    for node in calls(
+        graph_module, torch.ops.aten.chunk.default, torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default
+    ):
+        named = all(user.target is operator.getitem for user in node.users)
+        if argument(node, 2, 0) != 1 or value(node.args[0]).dim() != 4 or not named:
+            continue
+        starts = [0]
+        for part in node.meta["val"]:
+            starts.append(starts[-1] + part.shape[1])
+        for user in list(node.users):
+            index = user.args[1]
+            with graph_module.graph.inserting_before(user):
+                part = graph_module.graph.call_function(
+                    torch.ops.aten.slice.Tensor, (node.args[0], 1, starts[index], starts[index + 1])
+                )
+            part.meta.update(user.meta)
+            part.meta["val"] = value(node.args[0])[:, starts[index] : starts[index + 1]]
+            user.replace_all_uses_with(part)
 
 
 def finish(graph_module: fx.GraphModule) -> None:

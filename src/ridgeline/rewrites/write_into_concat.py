@@ -10,7 +10,6 @@ A concat that allows neither stays.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from torch import fx
 
 from ridgeline.graph import is_view, refresh
 from ridgeline.kernels import ALL
-from ridgeline.rewrites._match import argument, calls, finish, value
+from ridgeline.rewrites._match import argument, calls, channel_range, finish, name_slices, value
 
 _aten = torch.ops.aten
 _INTO = {op.overload: op.into for op in ALL if op.into is not None}
@@ -33,7 +32,7 @@ def apply(graph_module: fx.GraphModule) -> int:
     of several dtypes; where a reader of the overwritten channels would run later, through whatever view.
     """
     refresh(graph_module)
-    _name_slices(graph_module)
+    name_slices(graph_module)
     views = frozenset(node for node in graph_module.graph.nodes if is_view(node))
     sites = 0
     for cat in calls(graph_module, _aten.cat.default):
@@ -131,20 +130,11 @@ def _storable(node: fx.Node) -> bool:
 
 def _root(node: fx.Node) -> tuple[fx.Node, int]:
     """The map that `node` is a channel slice of, and where it begins; the node itself for a whole map."""
-    channels = _channels(node)
+    channels = channel_range(node)
     if channels is None:
         return node, 0
     root, offset = _root(node.args[0])
     return root, offset + channels[0]
-
-
-def _channels(node: fx.Node) -> tuple[int, int] | None:
-    """Where a slice along channels without gaps begins and ends in its source; None for any other call."""
-    sliced = node.op == "call_function" and node.target is _aten.slice.Tensor
-    if not sliced or argument(node, 1, 0) != 1 or argument(node, 4, 1) != 1:
-        return None
-    start, stop, _ = slice(argument(node, 2), argument(node, 3)).indices(value(node.args[0]).shape[1])
-    return start, stop
 
 
 def _dead(host: fx.Node, part: _Part, cat: fx.Node, order: dict[fx.Node, int], views: frozenset[fx.Node]) -> bool:
@@ -158,7 +148,7 @@ def _dead(host: fx.Node, part: _Part, cat: fx.Node, order: dict[fx.Node, int], v
         if low >= part.start + part.channels or high <= part.start:
             continue
         for user in node.users:
-            channels = _channels(user)
+            channels = channel_range(user)
             if channels is not None and sliced:
                 readers.append((user, low + channels[0], low + channels[1], True))
             elif user in views:
@@ -167,23 +157,3 @@ def _dead(host: fx.Node, part: _Part, cat: fx.Node, order: dict[fx.Node, int], v
             elif user is not cat and order[user] >= order[part.node]:
                 return False
     return True
-
-
-def _name_slices(graph_module: fx.GraphModule) -> None:
-    """chunk and split along channels become slices, so that one node says where a part begins."""
-    for node in calls(graph_module, _aten.chunk.default, _aten.split.Tensor, _aten.split_with_sizes.default):
-        named = all(user.target is operator.getitem for user in node.users)
-        if argument(node, 2, 0) != 1 or value(node.args[0]).dim() != 4 or not named:
-            continue
-        starts = [0]
-        for part in node.meta["val"]:
-            starts.append(starts[-1] + part.shape[1])
-        for user in list(node.users):
-            index = user.args[1]
-            with graph_module.graph.inserting_before(user):
-                part = graph_module.graph.call_function(
-                    _aten.slice.Tensor, (node.args[0], 1, starts[index], starts[index + 1])
-                )
-            part.meta.update(user.meta)
-            part.meta["val"] = value(node.args[0])[:, starts[index] : starts[index + 1]]
-            user.replace_all_uses_with(part)

@@ -1,0 +1,93 @@
+"""One call of conv_chain, checked; the kernel's file says what its arguments are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ridgeline.kernels._conv import ConvCall
+from ridgeline.kernels._nhwc import ACTIVATIONS, check_map, share_elements
+from ridgeline.kernels.conv2d_act import PRECISIONS
+from ridgeline.kernels.depthwise_conv2d_act import is_packed
+
+MOST_TAILS = 3
+WIDEST = 256  # channels of a value: what a program holds in registers
+
+
+@dataclass(frozen=True)
+class Problem(ConvCall):
+    """One call, checked."""
+
+    name = "conv_chain"
+
+    weights: Sequence[Tensor] = ()
+    biases: Sequence[Tensor | None] = ()
+    extras: Sequence[Tensor | None] = ()
+    acts: str = ""
+    skips: Sequence[int] = ()
+    precision: str = "tf32"
+
+    def check_weight(self) -> None:
+        x, weight, count = self.x, self.weight, len(self.weights)
+        if self.precision not in PRECISIONS:
+            self.refuse(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        if not 1 <= count <= MOST_TAILS or {len(self.biases), len(self.extras), len(self.skips)} != {count}:
+            self.refuse(f"needs 1 to {MOST_TAILS} tails, and as many biases, extras and skips, got {count} weights")
+        if len(self.acts.split()) != count + 1 or not set(self.acts.split()) <= set(ACTIVATIONS):
+            self.refuse(f"acts must name {count + 1} of {', '.join(ACTIVATIONS)}, got {self.acts!r}")
+        if not all(-1 <= skip <= i and (skip < 0 or self._agrees(i, skip)) for i, skip in enumerate(self.skips)):
+            self.refuse(f"skips must each be -1 or an earlier stage with as many channels, got {tuple(self.skips)}")
+        packed = is_packed(weight) if self.depthwise else weight.is_contiguous(memory_format=torch.channels_last)
+        if 0 in weight.shape or not packed or (not self.depthwise and weight.shape[1] != x.shape[1]):
+            self.refuse(
+                f"weight must be channels_last of {x.shape[1]} channels, or a packed depthwise filter, "
+                f"got {tuple(weight.shape)} with strides {weight.stride()}"
+            )
+        if max(self.channels[:-1]) > WIDEST:
+            self.refuse(f"a value between two stages must have at most {WIDEST} channels, got {self.channels}")
+        for i, (tail, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            wanted = (self.channels[i + 1], self.channels[i] + self.extra_channels[i], 1, 1)
+            if tuple(tail.shape) != wanted or not tail.is_contiguous() or tail.dtype != x.dtype:
+                self.refuse(f"weights[{i}] must be contiguous {x.dtype} of shape {wanted}, got {tuple(tail.shape)}")
+            if bias is not None and (bias.shape != wanted[:1] or bias.dtype not in (torch.float32, x.dtype)):
+                self.refuse(f"biases[{i}] must have shape {wanted[:1]}, got {tuple(bias.shape)}, {bias.dtype}")
+
+    @property
+    def depthwise(self) -> bool:
+        """A filter a channel; with one input channel and one filter both kinds are the same."""
+        return self.weight.shape[1] == 1 and self.weight.shape[0] == self.x.shape[1]
+
+    @property
+    def channels(self) -> tuple[int, ...]:
+        """Of the value of each stage."""
+        return (self.weight.shape[0], *(tail.shape[0] for tail in self.weights))
+
+    @property
+    def extra_channels(self) -> tuple[int, ...]:
+        return tuple(0 if extra is None else extra.shape[1] for extra in self.extras)
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        conv = self.conv
+        return conv.n, self.channels[-1], conv.oh, conv.ow
+
+    def _agrees(self, tail: int, skip: int) -> bool:
+        return self.channels[skip] == self.channels[tail + 1]
+
+    def _check_maps(self) -> None:
+        x, (n, _, height, width) = self.x, self.out_shape
+        check_map(self.name, "x", x, like=x, shape=tuple(x.shape))
+        maps = {"residual": (self.residual, self.channels[0]), "out": (self.out, self.channels[-1])}
+        maps |= {
+            f"extras[{i}]": (extra, c)
+            for i, (extra, c) in enumerate(zip(self.extras, self.extra_channels, strict=True))
+        }
+        for name, (tensor, channels) in maps.items():
+            if tensor is not None:
+                check_map(self.name, name, tensor, like=x, shape=(n, channels, height, width))
+        for tensor in (x, self.residual, *self.extras):
+            if self.out is not None and tensor is not None and share_elements(self.out, tensor):
+                self.refuse("out must share no memory with x, residual or extras: other programs still read those")

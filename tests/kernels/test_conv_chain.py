@@ -1,0 +1,173 @@
+"""What is special about conv_chain: random chains with every tile, slices as operands, and each refusal."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ridgeline.kernels import conv_chain
+from ridgeline.kernels._nhwc import random_nhwc
+from ridgeline.kernels._op import typical_target
+from ridgeline.kernels.depthwise_conv2d_act import pack
+from ridgeline.numerics import TF32_EPS, compare, to_float64
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+CASES = 300 if HAS_GPU else 100  # the interpreter takes a quarter of a second for one
+CHANNELS = (1, 3, 8, 16, 24)
+REORDERED_SUMS = 2.0**-21  # relative: what the orders of up to four sums after one another differ by in fp32
+
+
+def chain(seed: int, *, sizes: tuple[int, ...] = (1, 2, 5)) -> dict[str, Any]:
+    """A random call. Every map may be a channel slice of a wider one."""
+    draw = random.Random(seed)
+    dtype = draw.choice((torch.float32, torch.float16))
+    n, c, h, w = draw.choice((1, 1, 1, 2)), draw.choice(CHANNELS), draw.choice(sizes), draw.choice(sizes)
+    depthwise = c > 1 and draw.random() < 0.3
+    k, r = c if depthwise else draw.choice(CHANNELS), draw.choice((1, 1, 3, 5))
+    stride, padding = draw.choice((1, 1, 2)), r // 2
+    oh, ow = ((side + 2 * padding - r) // stride + 1 for side in (h, w))
+    count = draw.choice((1, 2, 3))
+    channels, weights, biases, extras, skips = [k], [], [], [], []
+    for i in range(count):
+        out, extra = draw.choice(CHANNELS), draw.choice((0, 0, 5, 24))
+        weights.append(tensor((out, channels[-1] + extra, 1, 1), seed + i, dtype) * (channels[-1] + extra) ** -0.5)
+        weights[-1] = weights[-1].contiguous()
+        biases.append(draw.choice((None, tensor((1, out, 1, 1), seed + 10 + i, torch.float32).flatten())))
+        extras.append(sliced((n, extra, oh, ow), seed + 20 + i, dtype, draw) if extra else None)
+        skips.append(draw.choice([-1, -1, *(j for j, have in enumerate(channels) if have == out)]))
+        channels.append(out)
+    weight = tensor((k, 1 if depthwise else c, r, r), seed + 30, dtype) * ((1 if depthwise else c) * r * r) ** -0.5
+    return {
+        "x": sliced((n, c, h, w), seed + 40, dtype, draw),
+        "weight": pack(weight) if depthwise else weight,
+        "bias": draw.choice((None, tensor((1, k, 1, 1), seed + 50, torch.float32).flatten())),
+        "residual": draw.choice((None, sliced((n, k, oh, ow), seed + 60, dtype, draw))),
+        "weights": weights,
+        "biases": biases,
+        "extras": extras,
+        "stride": (stride, stride),
+        "padding": (padding, padding),
+        "acts": " ".join(draw.choice(("silu", "none")) for _ in channels),
+        "skips": skips,
+        "precision": "ieee",
+    }
+
+
+def tensor(shape: tuple[int, int, int, int], seed: int, dtype: torch.dtype) -> Tensor:
+    return random_nhwc(shape, dtype, DEVICE, seed=seed)
+
+
+def sliced(shape: tuple[int, int, int, int], seed: int, dtype: torch.dtype, draw: random.Random) -> Tensor:
+    n, c, h, w = shape
+    before, behind = draw.choice(((0, 0), (0, 0), (3, 0), (8, 16)))
+    return tensor((n, before + c + behind, h, w), seed, dtype)[:, before : before + c]
+
+
+def check(arguments: dict[str, Any], y: Tensor, *, eps: float | None = None) -> None:
+    exact, eager = conv_chain.reference(**to_float64(arguments)), conv_chain.reference(**arguments)
+    eps = REORDERED_SUMS if eps is None and y.dtype == torch.float32 else eps
+    verdict = compare(y, exact, eager, error_factor=conv_chain.OP.error_factor, eps=eps)
+    assert verdict.passed, f"{verdict.reason}: {conv_chain.OP.key(**arguments)}"
+
+
+@pytest.mark.parametrize("first", range(0, CASES, 20))
+def test_random_chains(first):
+    for seed in range(first, first + 20):
+        arguments = chain(seed)
+        check(arguments, conv_chain.OP(**arguments))
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("block_m", [16, 32, 64])
+@pytest.mark.parametrize("block_n", [16, 32, 64])
+def test_every_tile_on_odd_maps(block_m, block_n, early):
+    checked = 0
+    for seed in range(6):
+        arguments = chain(1000 + seed, sizes=(7 if block_m == 16 else 13,))
+        config = conv_chain.Config(block_m, block_n, 16, 4, 1 + 2 * (seed % 2), early)
+        if checked < 2 and config.is_valid(conv_chain.Problem(**arguments), typical_target("sm_90")):
+            launch = conv_chain.plan(config=config, **arguments)
+            launch.output.fill_(float("nan"))
+            launch.run()
+            check(arguments, launch.output)
+            checked += 1
+    assert checked
+
+
+def test_writes_into_a_slice_and_leaves_the_rest_alone():
+    arguments = chain(5)
+    right = conv_chain.OP(**arguments)
+    n, k, h, w = right.shape
+    buffer = torch.full((n, k + 9, h, w), 7.0, dtype=right.dtype, device=DEVICE)
+    buffer = buffer.contiguous(memory_format=torch.channels_last)
+    conv_chain.OP.into(buffer[:, 4 : 4 + k], **arguments)
+    assert torch.equal(buffer[:, 4 : 4 + k], right)
+    assert (buffer[:, :4] == 7).all() and (buffer[:, 4 + k :] == 7).all()
+
+
+def plain(**changes: Any) -> dict[str, Any]:
+    sample = next(s for s in conv_chain.SAMPLES if "3x3, residual" in s.why)
+    return {**sample.arguments(torch.float32, DEVICE), **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"skips": [-1]}, "needs 1 to 3 tails"),
+        ({"weights": [], "biases": [], "extras": [], "skips": []}, "needs 1 to 3 tails"),
+        ({"acts": "silu silu"}, "acts must name 3"),
+        ({"acts": "silu relu none"}, "acts must name 3"),
+        ({"skips": [0, -1]}, "skips must each"),
+        ({"skips": [-1, 2]}, "skips must each"),
+        ({"precision": "fp8"}, "precision must be one of"),
+        ({"extras": [None, None]}, r"weights\[0\] must be contiguous"),
+        ({"biases": [torch.zeros(3), None]}, r"biases\[0\] must have shape"),
+        ({"weight": torch.zeros(16, 8, 3, 3)}, "weight must be channels_last"),
+        ({"residual": torch.zeros(1, 24, 6, 5)}, "residual must be"),
+    ],
+)
+def test_refuses(changes, text):
+    moved = {
+        name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in changes.items()
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=f"conv_chain: {text}"):
+        conv_chain.Problem(**plain(**moved))
+
+
+def test_refuses_values_that_registers_cannot_hold():
+    sample = next(s for s in conv_chain.SAMPLES if "stride 2, two images" in s.why).arguments(torch.float16, DEVICE)
+    wide = {
+        "weight": random_nhwc((272, 8, 3, 3), torch.float16, DEVICE, seed=0),
+        "bias": None,
+        "weights": [random_nhwc((16, 272, 1, 1), torch.float16, DEVICE, seed=1).contiguous()],
+    }
+    with pytest.raises(ValueError, match="at most 256 channels"):
+        conv_chain.Problem(**{**sample, **wide})
+
+
+@pytest.mark.parametrize("name", ["x", "residual"])
+def test_refuses_to_write_over_what_other_programs_read(name):
+    arguments = plain()
+    arguments["skips"] = [-1, -1]
+    if name == "x":
+        arguments["x"] = random_nhwc((1, 16, 6, 5), torch.float32, DEVICE, seed=0)
+    buffer = random_nhwc((1, 24, 6, 5), torch.float32, DEVICE, seed=0)
+    arguments[name] = buffer[:, :16]
+    with pytest.raises(ValueError, match="out must share no memory"):
+        conv_chain.Problem(**arguments, out=buffer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sample", [s for s in conv_chain.SAMPLES if s.real_size], ids=lambda s: s.why)
+@pytest.mark.parametrize("dtype", conv_chain.FLOATS, ids=str)
+def test_every_candidate_is_right(sample, dtype):
+    arguments = sample.arguments(dtype, "cuda")
+    for config in conv_chain.candidates(**arguments):
+        launch = conv_chain.plan(config=config, **arguments)
+        launch.run()
+        check(arguments, launch.output, eps=TF32_EPS if dtype == torch.float32 else None)
