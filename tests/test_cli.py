@@ -10,11 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import ridgeline
-from ridgeline import units
+from graphs import by_reference
+from planted import plant, scale_a_weight
+from ridgeline import compiler, units
 from ridgeline.cli import main
 from ridgeline.report import from_dict
+from tiny_detector import TinyDetector, save_pictures
 
 NET = """
 import torch
@@ -27,6 +31,7 @@ def build(batch: int = 1):
 
 def asks(): return Asks(), torch.zeros(4)
 def misfit(): return nn.Conv2d(3, 8, 3), torch.zeros(1, 4, 8, 8)
+def noise(): return build()[0], torch.rand((1, 3, 32, 32), generator=torch.Generator().manual_seed(0))
 def frozen(): return build()[0].requires_grad_(False), torch.zeros(1, 3, 32, 32)
 def interrupted(): raise KeyboardInterrupt
 
@@ -216,6 +221,16 @@ def test_a_module_in_the_working_directory(run, folder):
         ("detect net.py --weights absent.pt", 2, "weights file 'absent.pt' does not exist"),
         ("detect net.py --weights net.py", 2, "weights file 'net.py' must be"),
         ("detect net.py --model yolo99", 2, "no weights are known for model 'yolo99'"),
+        ("verify", 2, "the following arguments are required: MODEL"),
+        ("verify yolo99", 2, "unknown model 'yolo99'"),
+        ("verify yolo26n --weights absent.pt", 2, "weights file 'absent.pt' does not exist"),
+        ("verify yolo26n --images absent", 2, "'absent' does not exist"),
+        ("verify yolo26n --size 65", 2, "must be a positive multiple of 32, got 65"),
+        ("verify yolo26n --dtype fp8", 2, "argument --dtype: invalid choice: 'fp8'"),
+        ("verify yolo26n --limit-map 1.5", 2, "the limit of mAP must lie in 0..1, got 1.5"),
+        ("verify yolo26n --limit-factor 0", 2, "error_factor must be at least 1, got 0.0"),
+        ("verify net.py:build --size 64", 2, "--size is for yolo26n, "),
+        ("verify net.py:build --weights net.py", 2, "--weights is for yolo26n, "),
         ("sass conv3d", 2, "kernel must be one of conv2d_act"),
         ("sass conv2d_act --arch sm_99", 2, "architecture must be one of sm_80"),
         ("demo absent.jpg", 2, "'absent.jpg' does not exist"),
@@ -229,6 +244,14 @@ def test_refusals_are_one_sentence_on_stderr(run, argv, code, words):
     assert err.startswith("ridgeline")
     assert words in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("argv", ["verify net.py:build", "detect net.py"])
+def test_without_a_gpu_cuda_is_refused_with_3(run, monkeypatch, argv):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, out, err = run(*argv.split(), "--device", "cuda")
+    assert (code, out, err.count("\n")) == (3, "", 1)
+    assert "torch sees no CUDA GPU" in err
 
 
 def test_t4_does_the_same_in_fp16(run):
@@ -257,7 +280,7 @@ def test_version_and_help():
     assert (version.returncode, version.stdout) == (0, f"ridgeline {ridgeline.__version__}\n")
     overview = child("--help")
     assert overview.returncode == 0
-    assert all(verb in overview.stdout for verb in ("roofline", "detect", "doctor", "sass", "demo"))
+    assert all(verb in overview.stdout for verb in ("roofline", "detect", "verify", "doctor", "sass", "demo"))
 
 
 # --- doctor --------------------------------------------------------------------------------------------------------
@@ -293,8 +316,9 @@ def test_detect_goes_on_after_a_broken_image(run, folder, test_data):
     (line,) = out.splitlines()
     result = json.loads(line)
     assert code == 2
-    assert err.startswith("ridgeline detect: 'photos/a.jpg'")
-    assert err.count("\n") == 1
+    how, complaint = err.splitlines()
+    assert how.startswith("ridgeline detect: yolo26n, fp")
+    assert complaint.startswith("ridgeline detect: 'photos/a.jpg'")
     assert (result["image"], result["shape_hw"]) == ("photos/b.jpg", [1080, 810])
     assert sorted(box["name"] for box in result["boxes"]) == ["bus", "person", "person", "person", "person"]
     assert [path.name for path in (folder / "found").iterdir()] == ["b-detected.jpg"]
@@ -311,6 +335,148 @@ def test_detect_takes_its_choices(run, test_data):
     for choice, value in (("--size", "641"), ("--conf", "nan"), ("--model", "yolo26s")):
         code, out, err = run("detect", image, "--weights", weights, choice, value)
         assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+@pytest.fixture
+def tiny(monkeypatch, folder):
+    """`detect` finds a small detector instead of YOLO26, on the CPU, and pictures in the working directory."""
+    detection = ridgeline.workloads.detection
+    monkeypatch.setattr(detection, "load_detector", lambda *_args, **_choices: TinyDetector())
+    monkeypatch.setattr(detection, "choose_device", lambda _name: torch.device("cpu"))
+    save_pictures(folder / "pictures", 2)
+    with by_reference():
+        yield
+
+
+@pytest.fixture
+def gpu_in_name(monkeypatch, tiny):
+    """The command takes the path of a GPU; what it compiles runs through the references all the same."""
+    detection = ridgeline.workloads.detection
+    monkeypatch.setattr(detection, "choose_device", lambda _name: torch.device("cuda"))
+    monkeypatch.setattr(detection, "device_name", lambda _device: "NVIDIA Test")
+
+
+def best_scores(out: str) -> list[float]:
+    """Of the 20 best boxes of each picture."""
+    return [box["score"] for line in out.splitlines() for box in json.loads(line)["boxes"][:20]]
+
+
+def test_detect_says_what_it_uses(run, tiny):
+    for argv, how in (
+        ((), "fp32 on the CPU, plain PyTorch"),
+        (("--eager",), "fp32 on the CPU, plain PyTorch"),
+        (("--dtype", "bf16", "--no-pdl"), "bf16 on the CPU, plain PyTorch"),
+    ):
+        code, out, err = run("detect", "pictures", "--size", "64", *argv)
+        assert (code, err) == (0, f"ridgeline detect: yolo26n, {how}\n")
+        assert len(best_scores(out)) == 2 * 20
+
+
+def test_detect_compiles_on_a_gpu_unless_told_otherwise(run, gpu_in_name, monkeypatch):
+    recipes = []
+    build = compiler.compile
+    monkeypatch.setattr(compiler, "compile", lambda *args: (recipes.append(args[2]), build(*args))[1])
+    choices = ("detect", "pictures", "--size", "64", "--letterbox", "square")
+    code, compiled, err = run(*choices, "--no-pdl")
+    assert (code, err) == (0, "ridgeline detect: yolo26n, fp16 on NVIDIA Test, compiled, each input shape verified\n")
+    # two pictures of one shape are one compilation
+    assert [(recipe.dtype, recipe.pdl) for recipe in recipes] == [("fp16", False)]
+    code, eager, err = run(*choices, "--eager")
+    assert (code, err) == (0, "ridgeline detect: yolo26n, fp32 on NVIDIA Test, plain PyTorch\n")
+    assert len(recipes) == 1
+    assert best_scores(compiled) == pytest.approx(best_scores(eager), abs=0.005) and compiled != eager
+
+
+def test_detect_with_wrong_numbers_ends_with_4_and_no_result(run, gpu_in_name, monkeypatch):
+    plant(monkeypatch, "functionalize", scale_a_weight(1, 1.1))
+    code, out, err = run("detect", "pictures", "--size", "64", "--dtype", "fp32")
+    assert (code, out) == (4, "")
+    assert "the first rewrite that breaks it is functionalize" in err.splitlines()[-1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("letterbox", ["rect", "square"])
+def test_compiled_detections_are_those_of_the_reference(run, test_data, letterbox):
+    """Every photo: the same boxes above 0.25, within 1 pixel and 0.01, although it runs in fp16."""
+    weights, photos = str(test_data / "yolo26n-w8.pt"), test_data / "images"
+    code, out, err = run("detect", str(photos), "--weights", weights, "--letterbox", letterbox)
+    assert code == 0 and "fp16" in err and "compiled" in err
+    reference = json.loads((test_data / "reference-detections.json").read_text())["modes"][f"{letterbox}640"]
+    for line in out.splitlines():
+        found = json.loads(line)
+        expected = reference[Path(found["image"]).name]
+        kept = [row for row, score in enumerate(expected["scores"]) if score > 0.25]
+        left = list(kept)
+        for box in found["boxes"]:
+            edges = [box[edge] for edge in ("x1", "y1", "x2", "y2")]
+            near = [
+                row
+                for row in left
+                if expected["classes"][row] == box["class"]
+                and edges == pytest.approx(expected["boxes"][row], abs=1.0)
+                and box["score"] == pytest.approx(expected["scores"][row], abs=0.01)
+            ]
+            assert near, f"{found['image']}: {box} is not in the reference"
+            left.remove(near[0])
+        assert left == [], f"{found['image']}: reference rows {left} were not found"
+
+
+# --- tune ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argv", [(), ("--no-pdl",)])
+def test_tune_hands_its_choices_on(run, monkeypatch, argv):
+    recipes = []
+    monkeypatch.setattr(compiler, "on_gpu", lambda module, inputs: (module, inputs))
+    monkeypatch.setattr(compiler, "tune", lambda _module, _inputs, recipe, **_choices: recipes.append(recipe) or ())
+    assert run("tune", "net.py:build", "--dtype", "bf16", *argv) == (0, "", "")
+    assert [(recipe.dtype, recipe.precision, recipe.pdl) for recipe in recipes] == [("bf16", "tf32", not argv)]
+
+
+# --- verify --------------------------------------------------------------------------------------------------------
+
+
+def test_verify_yolo26_at_a_small_size(run):
+    """Every kernel has its place in the table, none errs more than it must, and the detections are the same."""
+    with by_reference():
+        code, out, err = run("verify", "yolo26n", "--size", "64", "--format", "json", "--no-pdl")
+    found = json.loads(out)
+    assert code == 0
+    assert re.fullmatch(r"ridgeline verify: yolo26n with seeded random weights, fp16 on .+\n", err)
+    assert (found["passed"], found["dtype"], found["pdl"]) == (True, "fp16", False)
+    assert len(found["layers"]) > 50
+    assert [layer["where"] for layer in found["layers"] if not layer["compared"] or layer["of_allowed"] > 1] == []
+    assert {"conv2d_act", "attention_position", "detect_topk"} <= {layer["op"] for layer in found["layers"]}
+    assert found["results"]["detections"]["rows"] > 70
+    assert found["pictures"]["map_5095"] > 0.99 and found["pictures"]["detections"] > 5
+
+
+def test_verify_fails_with_4_and_the_table(run, monkeypatch):
+    plant(monkeypatch, "functionalize", scale_a_weight(0))
+    choices = ("verify", "net.py:noise", "--dtype", "fp32", "--device", "cpu")
+    with by_reference():
+        code, out, err = run(*choices)
+    assert code == 4
+    how, refusal = err.splitlines()
+    assert how == "ridgeline verify: net.py:noise, fp32 on the CPU"
+    assert refusal.startswith("ridgeline verify: RMS error")
+    assert refusal.endswith("; the first rewrite that breaks it is functionalize")
+    title, first, *_, verdict = out.splitlines()
+    assert "relative RMS" in title and first.endswith(" !")
+    assert verdict == "verdict   FAILED: the first rewrite that breaks it is functionalize"
+    # the same build is right within limits that are wide enough
+    with by_reference():
+        code, out, _ = run(*choices, "--limit-factor", "1e6", "--layers", "0")
+    assert code == 0 and [line.split()[0] for line in out.splitlines()] == ["layers", "results", "verdict"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "tf32", "fp32"])
+def test_verify_the_real_detector(run, test_data, dtype):
+    weights, photos = str(test_data / "yolo26n-w8.pt"), str(test_data / "images")
+    limits = ("--limit-px", "1", "--limit-score", "0.01") if dtype == "fp16" else ()
+    code, out, err = run("verify", "yolo26n", "--weights", weights, "--images", photos, "--dtype", dtype, *limits)
+    assert code == 0, out + err
 
 
 # --- sass ----------------------------------------------------------------------------------------------------------

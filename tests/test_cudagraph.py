@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from ridgeline.cudagraph import Captured, capture
+from ridgeline.cudagraph import Captured, capture, pool_bytes
 
 
 class Counter:
@@ -14,6 +14,9 @@ class Counter:
 
     def replay(self):
         self.replays += 1
+
+    def pool(self):
+        return (0, 1)
 
 
 def test_replay_copies_new_inputs_and_refuses_others():
@@ -49,3 +52,18 @@ def test_a_graph_keeps_the_weights_that_only_its_callable_held():
 def test_the_captured_callable_lives_as_long_as_its_graph():
     captured = capture(torch.neg, (torch.ones(1, device="cuda"),))
     assert captured.owner is torch.neg
+
+
+@pytest.mark.gpu
+def test_the_pool_holds_what_a_graph_allocates():
+    x = torch.zeros(1 << 20, device="cuda")
+    small, large = (capture(lambda x, n=n: (x[:n] + 1) * 2, (x,)) for n in (256, 1 << 20))
+    assert pool_bytes(small) >= 256 * 4
+    assert pool_bytes(large) >= 4 << 20 and pool_bytes(large) > pool_bytes(small)
+
+
+def test_the_pool_of_another_graph_does_not_count(monkeypatch):
+    segments = [{"total_size": 4, "segment_pool_id": (0, 1)}, {"total_size": 2, "segment_pool_id": (0, 0)}]
+    segments.append({"total_size": 8, "segment_pool_id": (0, 1)})
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert pool_bytes(Captured((), None, Counter())) == 12

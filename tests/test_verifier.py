@@ -10,8 +10,18 @@ from torch import Tensor, nn
 
 from graphs import image, net
 from ridgeline.errors import VerificationFailed
+from ridgeline.numerics import TF32_EPS
 from ridgeline.recipe import Limits, Recipe
-from ridgeline.verifier import Agreement, DetectionErrors, agree, detection_errors, is_detections
+from ridgeline.verifier import (
+    Agreement,
+    DetectionErrors,
+    agree,
+    detection_errors,
+    is_detections,
+    reference_of,
+    rounding,
+    tensors_of,
+)
 
 FP32 = Recipe(dtype="fp32")
 
@@ -33,7 +43,7 @@ def swapped(rows: Tensor, a: int, b: int, image: int = 0) -> Tensor:
 
 def test_equal_detections_are_equal():
     found = detection_errors(detections(), detections())
-    assert found == DetectionErrors(0.0, 0.0, 2 * 19)  # the last row is the cut
+    assert found == DetectionErrors(0.0, 0.0, 2 * 19, seen=2 * 19)  # the last row is the cut
 
 
 def test_swapped_rows_of_nearly_equal_score_cost_only_their_difference():
@@ -163,6 +173,31 @@ def test_agreement_on_detections_names_its_numbers():
     assert "boxes by 5 px" in wrong.reason and "over 38 rows" in wrong.reason
 
 
+def test_scores_that_are_all_the_same_prove_nothing():
+    """Saturated scores leave no row clear of the cut: equal scores would let any boxes pass."""
+    rows = detections().float()
+    rows[..., 4] = 1.0
+    module, x = Detector(rows), (torch.zeros(1),)
+    other = rows.clone()
+    other[..., :4] += 300
+    for result in (rows, other):
+        found = agree(module, x, result, FP32)
+        assert found.detections is not None and found.detections.rows == 0 and found.compared_nothing
+        assert not found.passed
+        assert "no box was compared, because all 40 scores above 0.05 lie within 0 of the last" in found.reason
+        assert found.reason.count(". ") == 0
+    # rows of another shape are what is wrong first
+    assert "boxes by inf px" in agree(module, x, rows[:, :5], FP32).reason
+
+
+def test_an_image_that_shows_nothing_passes_without_boxes():
+    rows = detections().float()
+    rows[..., 4] = 1e-4
+    found = agree(Detector(rows), (torch.zeros(1),), rows, FP32)
+    assert found.detections is not None and (found.detections.rows, found.detections.seen) == (0, 0)
+    assert found.passed and not found.compared_nothing
+
+
 def test_half_precision_is_allowed_what_the_module_itself_errs():
     module, x = Detector(detections().float()), (torch.zeros(1),)
     fp16 = agree(module, x, detections().half(), Recipe(dtype="fp16"))
@@ -258,3 +293,26 @@ def test_a_module_that_loses_a_row_in_half_precision_does_not_allow_everything()
     rows = detections()
     shifted_box(rows)
     assert not agree(Losing(detections().float()), (torch.zeros(1),), rows, Recipe(dtype="fp16")).passed
+
+
+def test_the_reference_is_float64s_where_the_module_lets_it():
+    module, x = net(lambda m, x: m.a(x), a=nn.Conv2d(3, 4, 1)), (image(1, 3, 4, 4),)
+    (result,), exact = reference_of(module, x)
+    assert exact and result.dtype == torch.float64
+    insists = net(lambda m, x: m.a(x) @ torch.ones(4, 4), a=nn.Conv2d(3, 4, 1))
+    (result,), exact = reference_of(insists, x)
+    assert not exact and result.dtype == torch.float32
+
+
+def test_rounding_is_that_of_the_arithmetic():
+    tf32, ieee = (Recipe(dtype="fp32", precision=precision) for precision in ("tf32", "ieee"))
+    assert rounding(tf32, exact=True, on_gpu=True) == rounding(tf32, exact=False, on_gpu=True) == TF32_EPS
+    for recipe in (tf32, ieee):
+        assert rounding(recipe, exact=True, on_gpu=False) is None
+        assert rounding(recipe, exact=False, on_gpu=False) == 2.0**-18
+    assert rounding(ieee, exact=True, on_gpu=True) is rounding(Recipe(dtype="fp16"), exact=False, on_gpu=True) is None
+
+
+def test_tensors_are_found_in_nested_results():
+    a, b, c = (torch.zeros(1) for _ in range(3))
+    assert [*map(id, tensors_of({"x": a, "y": (b, [c], "text", None)}))] == [id(a), id(b), id(c)]

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from ridgeline import backend as backend
+    from ridgeline import compile_report as compile_report
     from ridgeline import compiler as compiler
     from ridgeline import demo as demo
     from ridgeline import doctor as doctor
@@ -21,24 +23,36 @@ if TYPE_CHECKING:
     from ridgeline import sass as sass
     from ridgeline import specs as specs
     from ridgeline import targets as targets
+    from ridgeline import train_step as train_step
     from ridgeline import tuned as tuned
+    from ridgeline import verification as verification
     from ridgeline import workloads as workloads
     from ridgeline.compiler import Compiled as Compiled
     from ridgeline.compiler import compile as compile  # noqa: A004
+    from ridgeline.compiler import load as load
     from ridgeline.compiler import tune as tune
     from ridgeline.cost import Cost as Cost
     from ridgeline.cost import CostMode as CostMode
     from ridgeline.cost import register_cost as register_cost
+    from ridgeline.ema import Ema as Ema
+    from ridgeline.obstacles import preflight as preflight
     from ridgeline.profiler import estimate as estimate
     from ridgeline.recipe import Recipe as Recipe
     from ridgeline.report import Report as Report
     from ridgeline.report import Row as Row
     from ridgeline.specs import DeviceSpec as DeviceSpec
     from ridgeline.specs import find_spec as find_spec
+    from ridgeline.step_program import StepRecipe as StepRecipe
+    from ridgeline.train_step import StepReport as StepReport
+    from ridgeline.train_step import TrainStep as TrainStep
+    from ridgeline.train_step import compile_step as compile_step
+    from ridgeline.verification import Verification as Verification
+    from ridgeline.verification import verify as verify
 
 _HOME = {
     "Compiled": "ridgeline.compiler",
     "compile": "ridgeline.compiler",
+    "load": "ridgeline.compiler",
     "tune": "ridgeline.compiler",
     "Recipe": "ridgeline.recipe",
     "Cost": "ridgeline.cost",
@@ -49,9 +63,19 @@ _HOME = {
     "Row": "ridgeline.report",
     "DeviceSpec": "ridgeline.specs",
     "find_spec": "ridgeline.specs",
+    "Verification": "ridgeline.verification",
+    "verify": "ridgeline.verification",
+    "compile_step": "ridgeline.train_step",
+    "TrainStep": "ridgeline.train_step",
+    "StepReport": "ridgeline.train_step",
+    "StepRecipe": "ridgeline.step_program",
+    "Ema": "ridgeline.ema",
+    "preflight": "ridgeline.obstacles",
 }
 _MODULES = frozenset(
     {
+        "backend",
+        "compile_report",
         "compiler",
         "demo",
         "doctor",
@@ -64,7 +88,9 @@ _MODULES = frozenset(
         "sass",
         "specs",
         "targets",
+        "train_step",
         "tuned",
+        "verification",
         "workloads",
     }
 )

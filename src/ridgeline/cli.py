@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import ridgeline
-from ridgeline.errors import RidgelineError, UsageError
+from ridgeline import cli_train
+from ridgeline.errors import RidgelineError, UsageError, VerificationFailed
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ridgeline.recipe import Recipe
+    from ridgeline.workloads.detection import Model
 
 INTERRUPTED = 130
 FORMATS = ("table", "json", "csv", "md")
 DTYPES = ("fp32", "tf32", "fp16", "bf16")
+DEVICES = ("auto", "cpu", "cuda")
 DEFAULT_GPU = "NVIDIA H200"  # where the machine has none and none was named; every report prints the GPU it is for
 
 
@@ -59,7 +68,9 @@ def roofline(a: argparse.Namespace) -> int:
 def detect(a: argparse.Namespace) -> int:
     images = ridgeline.workloads.images.find_images(a.images)  # a typing error costs no download
     model = ridgeline.workloads.detection.load_detector(a.model, a.weights, device=a.device)
-    results = ridgeline.workloads.detection.detect_files(model, images, mode=a.letterbox, size=a.size, conf=a.conf)
+    detector, how = _detector(a, model)
+    results = ridgeline.workloads.detection.detect_files(detector, images, mode=a.letterbox, size=a.size, conf=a.conf)
+    print(f"ridgeline detect: {a.model}, {how}", file=sys.stderr)
     code = 0
     for result, _picture in ridgeline.workloads.draw.draw_files(results, a.out):
         if result.error:
@@ -68,6 +79,22 @@ def detect(a: argparse.Namespace) -> int:
         else:
             print(json.dumps(result.to_json(), ensure_ascii=False), flush=True)
     return code
+
+
+def verify(a: argparse.Namespace) -> int:
+    detection, verification = ridgeline.workloads.detection, ridgeline.verification
+    limits = verification.PictureLimits(a.limit_map, a.limit_px, a.limit_score)
+    recipe = _recipe(a, limits=ridgeline.recipe.Limits(a.limit_factor))
+    place = detection.choose_device(a.device)
+    subject = ridgeline.workloads.subjects.subject(a.model, weights=a.weights, images=a.images, size=a.size)
+    print(f"ridgeline verify: {subject.text}, {a.dtype} on {detection.device_name(place)}", file=sys.stderr)
+    detection.multiply_as_(a.dtype)
+    module, inputs = subject.module.to(place), tuple(tensor.to(place) for tensor in subject.inputs)
+    found = verification.verify(module, inputs, recipe, images=subject.images, limits=limits)
+    print(json.dumps(found.to_json()) if a.format == "json" else "\n".join(found.lines(layers=a.layers)), flush=True)
+    if not found.passed:
+        raise VerificationFailed(found.reason)
+    return 0
 
 
 def doctor(a: argparse.Namespace) -> int:
@@ -86,7 +113,7 @@ def sass(a: argparse.Namespace) -> int:
 
 def tune(a: argparse.Namespace) -> int:
     target = ridgeline.targets.resolve(a.model, batch=a.batch)
-    recipe = ridgeline.recipe.Recipe(dtype=a.dtype, precision=a.precision)
+    recipe = ridgeline.recipe.Recipe(dtype=a.dtype, precision=a.precision, pdl=not a.no_pdl)
     rows = ridgeline.compiler.tune(
         *ridgeline.compiler.on_gpu(target.module, target.inputs),
         recipe,
@@ -136,8 +163,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="ridgeline", description="Drive convolutional vision networks to the GPU's roofline.")
     parser.add_argument("--version", action="version", version=f"ridgeline {ridgeline.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for add in (_add_roofline, _add_detect, _add_tune, _add_cache, _add_doctor, _add_sass, _add_demo):
+    for add in (_add_roofline, _add_detect, _add_verify, _add_tune, _add_cache, _add_doctor, _add_sass, _add_demo):
         add(verbs)
+    cli_train.add_commands(verbs)
     return parser
 
 
@@ -174,10 +202,31 @@ def _add_detect(verbs: argparse._SubParsersAction) -> None:
     p.add_argument(
         "--out", type=Path, default=Path("detections"), metavar="DIR", help="pictures with boxes (default %(default)s)"
     )
-    p.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: the GPU when there is one"
-    )
+    _add_device(p)
+    p.add_argument("--dtype", choices=DTYPES, help="default: fp16 where compiled, fp32 in plain PyTorch")
+    p.add_argument("--eager", action="store_true", help="plain PyTorch also on a GPU; on the CPU it always is")
+    _add_no_pdl(p)
     p.add_argument("--format", choices=("json",), default="json", help="one object a line on stdout")
+
+
+def _add_verify(verbs: argparse._SubParsersAction) -> None:
+    p = _verb(verbs, "verify", verify, "compile a model and compare it with itself untouched, on the CPU too, slowly")
+    p.add_argument("model", metavar="MODEL", help="yolo26n|s|m|l|x, package.module:callable or file.py:callable")
+    p.add_argument("--weights", type=Path, metavar="FILE", help="default: the cache folder, else seeded random ones")
+    p.add_argument("--images", nargs="+", metavar="IMAGE", help="for a detector; default: the bundled picture")
+    p.add_argument("--size", type=int, help="side of a detector's square input, a multiple of 32 (default 640)")
+    _add_device(p)
+    p.add_argument("--dtype", choices=DTYPES, default="fp16", help="default %(default)s")
+    _add_no_pdl(p)
+    for name, default, text in (
+        ("--limit-factor", 2.0, "results may err this often as much as plain PyTorch in the dtype (default 2)"),
+        ("--limit-map", 0.99, "least mAP 50-95 on the images (default 0.99)"),
+        ("--limit-px", math.inf, "how far a box may move on the images; default: any"),
+        ("--limit-score", math.inf, "how far a score may move on the images; default: any"),
+    ):
+        p.add_argument(name, type=float, default=default, metavar="X", help=text)
+    p.add_argument("--layers", type=_count, default=20, help="kernels shown, the worst ones (default %(default)s)")
+    p.add_argument("--format", choices=("table", "json"), default="table", help="json holds every kernel")
 
 
 def _add_tune(verbs: argparse._SubParsersAction) -> None:
@@ -188,6 +237,7 @@ def _add_tune(verbs: argparse._SubParsersAction) -> None:
         "--precision", choices=("tf32", "ieee"), default="tf32", help="of fp32 products (default %(default)s)"
     )
     p.add_argument("--batch", type=int, help="images a call; default 1")
+    _add_no_pdl(p)
     p.add_argument("--budget", type=float, metavar="SECONDS", help="begin no further problem of an op after this long")
     p.add_argument("--force", action="store_true", help="time every candidate again, also where the table has times")
 
@@ -226,6 +276,36 @@ def _add_demo(verbs: argparse._SubParsersAction) -> None:
     p.add_argument("--gpu", help=f"default: this machine's, else {DEFAULT_GPU}")
     p.add_argument("--weights", type=Path, metavar="FILE", help="YOLO26n weights; default: the cache folder")
     p.add_argument("--out", type=Path, default=Path("out"), metavar="DIR")
+
+
+def _add_device(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--device", choices=DEVICES, default="auto", help="default: the GPU when there is one")
+
+
+def _add_no_pdl(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--no-pdl", action="store_true", help="kernels wait for their predecessor's end, also on sm_90")
+
+
+def _recipe(a: argparse.Namespace, **choices: Any) -> Recipe:
+    """The recipe of --dtype and --no-pdl, where "fp32" stands for strict products."""
+    dtype = "fp32" if a.dtype == "tf32" else a.dtype
+    precision = "ieee" if a.dtype == "fp32" else "tf32"
+    return ridgeline.recipe.Recipe(dtype=dtype, precision=precision, pdl=not a.no_pdl, **choices)
+
+
+def _detector(a: argparse.Namespace, model: nn.Module) -> tuple[Model, str]:
+    """What runs the detector, and how, in words: compiled on a GPU unless --eager."""
+    detection = ridgeline.workloads.detection
+    place = detection.choose_device(a.device)
+    if place.type == "cpu" or a.eager:
+        a.dtype = a.dtype or "fp32"
+        detection.multiply_as_(a.dtype)
+        detector, how = model.to(detection.EAGER_DTYPES[a.dtype]), "plain PyTorch"
+    else:
+        a.dtype = a.dtype or "fp16"
+        detector = ridgeline.workloads.compiled_detection.CompiledDetector(model, _recipe(a))
+        how = "compiled, each input shape verified"
+    return detector, f"{a.dtype} on {detection.device_name(place)}, {how}"
 
 
 def _verb(verbs: argparse._SubParsersAction, name: str, run: object, text: str) -> argparse.ArgumentParser:

@@ -2,90 +2,105 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections import Counter, defaultdict
+import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from ridgeline import tuned, tuning
-from ridgeline.cudagraph import Captured, capture
+from ridgeline import saved, tuned, tuning
+from ridgeline.compile_report import CompileReport, GraphReport, input_spec
 from ridgeline.errors import EnvironmentUnusable, NotEngaged, UsageError, VerificationFailed
-from ridgeline.graph import Finding, export, interior, is_view, repair_layout
-from ridgeline.kernels import ALL, BY_OVERLOAD, Op
+from ridgeline.kernels import ALL, Op
+from ridgeline.lowering import cast as cast
+from ridgeline.lowering import lower as lower
 from ridgeline.recipe import Recipe
 from ridgeline.rewrites import PIPELINE
-from ridgeline.streams import StreamedGraph, schedule
+from ridgeline.runner import Runner, make_runner, no_autocast
 from ridgeline.verifier import Agreement, agree
+from ridgeline.watch import watch
 
-_PDL_CAPABILITY = (9, 0)
+_log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Graph:
-    """What a graph became: how often each rewrite fired, the kernels left, and what still stands between them."""
-
-    sites: tuple[tuple[str, int], ...]
-    kernels: tuple[tuple[str, int], ...]  # ridgeline ops and how often each is launched
-    foreign: tuple[tuple[str, int], ...]  # everything else that computes: left to PyTorch
-    interior: tuple[Finding, ...]
-
-    @property
-    def launches(self) -> int:
-        return sum(count for _, count in self.kernels)
-
-    def lines(self) -> list[str]:
-        rows = [f"rewrite {name}: {count} sites" for name, count in self.sites]
-        rows += [f"kernel {name}: {count}" for name, count in self.kernels]
-        rows += [f"left to PyTorch, {name}: {count}" for name, count in self.foreign]
-        return rows + [f"{finding.what} inside: {finding.node}, {finding.where}" for finding in self.interior]
+Lowered = tuple[fx.GraphModule, GraphReport]
 
 
 class Compiled:
     """The compiled module: call it like the original, with tensors of the example's shape, dtype and device.
 
     One CUDA graph a signature; a call copies inputs into static buffers and replays. What it returns are those
-    buffers: the next call overwrites them, so clone what must live longer.
+    buffers: the next call overwrites them, so clone what must live longer. From a file it has no module: it takes the
+    signatures that were saved, and `verdict` is what was found before.
     """
 
-    def __init__(self, module: nn.Module, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, *, module: nn.Module | None = None, verdict: Agreement | None = None) -> None:
         self.recipe = recipe
-        self.agreement: Agreement | None = None
+        self.verdict = verdict
         self._module = module
-        self._weights = _fingerprint(module)
-        self._built: dict[tuple, tuple[Graph, Callable[..., Any]]] = {}
+        self._watch = None if module is None else watch(module)
+        self._lowered: dict[tuple, Lowered] = {}  # by the signature of the cast inputs
+        self._runners: dict[tuple, Runner] = {}
 
     def __call__(self, *inputs: Tensor) -> Any:
-        self._check_weights()
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+            raise UsageError("an input requires a gradient, and a compiled module has none: call it under no_grad")
         with torch.no_grad():
-            return self._runner(inputs)(*inputs)
+            out = self._runner(inputs).call(*inputs)
+        # after the launch, because a GPU is busy with it meanwhile
+        self._check_weights()
+        return out
 
-    def graph(self, *inputs: Tensor) -> Graph:
+    @property
+    def report(self) -> CompileReport:
+        """What was built so far, and how right it is."""
+        graphs = tuple(runner.report for runner in self._runners.values())
+        return CompileReport(self.recipe, self.verdict, graphs, saved.gpu_of(graphs), saved.versions())
+
+    def graph(self, *inputs: Tensor) -> GraphReport:
         """What was built for inputs of this signature."""
-        self._runner(inputs)
-        return self._built[_signature(inputs)][0]
+        return self._runner(inputs).report
 
     def replayer(self, *inputs: Tensor) -> Callable[[], Any]:
         """A call without arguments that replays the graph of these inputs: what a benchmark times."""
         self(*inputs)
-        runner = self._runner(inputs)
-        return runner if isinstance(runner, _Replay) else lambda: runner(*inputs)
+        return self._runner(inputs).replay(*inputs)
 
-    def _runner(self, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    def save(self, path: str | Path) -> None:
+        """Write everything that `load` needs to one file: graphs, weights, recipe, verdict, tuned configs."""
+        self._check_weights()
+        graphs = tuple((runner.graph_module, runner.report) for runner in self._runners.values())
+        saved.write(Path(path), saved.Contents(self.recipe, self.verdict, graphs))
+
+    def _runner(self, inputs: Sequence[Tensor]) -> Runner:
         key = _signature(inputs)
-        if key not in self._built:
-            with torch.no_grad(), _no_autocast(inputs):
-                graph_module, graph = lower(self._module, inputs, self.recipe)
-                self._built[key] = (graph, _runner(graph_module, graph, inputs, self.recipe))
-        return self._built[key][1]
+        if key not in self._runners:
+            self._check_weights()
+            # what is built outlives the mode of the call that asks for it
+            with torch.inference_mode(mode=False), torch.no_grad(), no_autocast(inputs):
+                graph_module, report = self._lower(inputs)
+                self._runners[key] = make_runner(graph_module, report, inputs, self.recipe)
+        return self._runners[key]
+
+    def _lower(self, inputs: Sequence[Tensor]) -> Lowered:
+        # inputs that differ in layout or floating dtype alone share a graph, and its weights
+        key = _signature([cast(tensor, self.recipe.torch_dtype) for tensor in inputs])
+        if key not in self._lowered:
+            if self._module is None:
+                known = "; ".join(", ".join(map(str, runner.report.inputs)) for runner in self._runners.values())
+                raise UsageError(
+                    f"the file holds no graph for {', '.join(str(input_spec(tensor)) for tensor in inputs)}, but for "
+                    f"{known}: compile the module for these inputs and save it again"
+                )
+            self._lowered[key] = lower(self._module, inputs, self.recipe)
+        return self._lowered[key]
 
     def _check_weights(self) -> None:
-        if _fingerprint(self._module) != self._weights:
+        if self._watch is not None and self._watch.changed():
             raise UsageError(
                 "the module's weights or mode changed after compile, which replays the old ones: compile it again"
             )
@@ -107,23 +122,42 @@ def compile(  # noqa: A001 - the verb's name, always used as ridgeline.compile
         raise UsageError("compile: the module is in training mode; call .eval() first, or use compile_step to train")
     if not examples:
         raise UsageError("compile: the module's inputs are needed, at least one tensor, got none")
-    compiled = Compiled(module, recipe)
+    examples = tuple(tensor.detach() for tensor in examples)
+    compiled = Compiled(recipe, module=module)
     out = compiled(*examples)
     if verify:
-        compiled.agreement = agree(module, examples, out, recipe)
-        if not compiled.agreement.passed:
-            raise VerificationFailed(f"compile: {compiled.agreement.reason}; {_blame(module, examples, recipe)}")
+        compiled.verdict = agree(module, examples, out, recipe)
+        if not compiled.verdict.passed:
+            raise VerificationFailed(f"compile: {compiled.verdict.reason}; {_blame(module, examples, recipe)}")
     return compiled
 
 
-def lower(module: nn.Module, inputs: Sequence[Tensor], recipe: Recipe) -> tuple[fx.GraphModule, Graph]:
-    """The module as a graph of fused kernels in the recipe's dtype, not yet captured; `module` is untouched."""
-    dtype = recipe.torch_dtype
-    graph_module = export(_prepared(module, dtype), [cast(tensor, dtype) for tensor in inputs])
-    sites = [(r.name, r.apply(graph_module)) for r in PIPELINE if r.name in recipe.rewrites]
-    _choose(graph_module, recipe, inputs[0].device)
-    repair_layout(graph_module, BY_OVERLOAD)
-    return graph_module, _describe(graph_module, sites)
+def load(path: str | Path, *, device: str | torch.device | None = None) -> Compiled:
+    """The compiled module in a file, ready to call: captured anew on a GPU, through the references on the CPU.
+
+    `device` defaults to the current GPU, else the CPU. Nothing in the file is run as code. Raises UsageError for a file
+    that is damaged, of another kind, or of a newer version; EnvironmentUnusable for a GPU that is not there.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise EnvironmentUnusable("load: torch sees no CUDA GPU: load with device='cpu', or run `ridgeline doctor`")
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    with torch.inference_mode(mode=False), torch.no_grad():
+        contents = saved.read(Path(path), device)
+        compiled = Compiled(contents.recipe, verdict=contents.verdict)
+        for graph_module, report in contents.graphs:
+            examples = saved.examples(report, device)
+            key = _signature([cast(tensor, contents.recipe.torch_dtype) for tensor in examples])
+            compiled._lowered.setdefault(key, (graph_module, report))
+            compiled._runner(examples)
+    untuned = saved.untuned(contents.tuned, torch.cuda.get_device_name(device)) if device.type == "cuda" else ()
+    if untuned:
+        _log.warning(
+            "%s: %d kernels were tuned where the file was written and are not here, they take their defaults: run "
+            "`ridgeline tune`, or copy the other machine's tables (`ridgeline cache export`)", path, len(untuned)
+        )  # fmt: skip
+    return compiled
 
 
 def tune(
@@ -162,89 +196,11 @@ def source_hashes() -> dict[str, str]:
     return {op.name: tuned.source_hash(Path(inspect.getfile(op.launcher.plan))) for op in ALL}
 
 
-def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Floating inputs in the recipe's dtype, images channels-last."""
-    tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
-    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
-
-
-def _prepared(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy for inference in `dtype`, filters channels-last."""
-    prepared = copy.deepcopy(module).eval().requires_grad_(False).to(dtype)
-    for part, original in zip(prepared.modules(), module.modules(), strict=True):
-        if isinstance(part, nn.modules.batchnorm._BatchNorm):
-            # statistics are folded in float64: fp16 would cut their digits first, and a variance above 65504
-            part.float().load_state_dict(original.state_dict())
-    for tensor in (*prepared.parameters(), *prepared.buffers()):
-        if tensor.dim() == 4:
-            tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
-    return prepared
-
-
-def _no_autocast(inputs: Sequence[Tensor]) -> torch.autocast:
-    """The recipe alone decides dtypes."""
-    return torch.autocast(inputs[0].device.type, enabled=False)
-
-
-def _choose(graph_module: fx.GraphModule, recipe: Recipe, device: torch.device) -> None:
-    """Write the recipe's choices into every kernel call, in place."""
-    has_pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _PDL_CAPABILITY
-    choices = {"precision": recipe.precision, "pdl": recipe.pdl and has_pdl}
-    for node in graph_module.graph.nodes:
-        if node.op == "call_function" and node.target in BY_OVERLOAD:
-            known = {argument.name for argument in node.target._schema.arguments}
-            node.kwargs = {**node.kwargs, **{name: value for name, value in choices.items() if name in known}}
-    graph_module.recompile()
-
-
-def _describe(graph_module: fx.GraphModule, sites: Sequence[tuple[str, int]]) -> Graph:
-    kernels: Counter[str] = Counter()
-    foreign: Counter[str] = Counter()
-    for node in graph_module.graph.nodes:
-        if node.op != "call_function" or is_view(node) or node.target is torch.ops.aten.empty.memory_format:
-            continue
-        op = BY_OVERLOAD.get(node.target)
-        (kernels if op else foreign)[op.name if op else str(node.target)] += 1
-    return Graph(tuple(sites), tuple(kernels.items()), tuple(foreign.items()), interior(graph_module))
-
-
-def _runner(graph_module: fx.GraphModule, graph: Graph, inputs: Sequence[Tensor], recipe: Recipe) -> Callable[..., Any]:
-    dtype = recipe.torch_dtype
-    captured = inputs[0].is_cuda and recipe.capture
-    run: Callable[..., Any] = graph_module
-    if graph.foreign and inputs[0].is_cuda:
-        run = torch.compile(graph_module, fullgraph=True)
-    elif captured and recipe.side_streams:
-        run = StreamedGraph(graph_module, schedule(graph_module.graph, side_streams=recipe.side_streams))
-
-    def call(*tensors: Tensor) -> Any:
-        with _no_autocast(tensors):
-            return run(*(cast(tensor, dtype) for tensor in tensors))
-
-    return _Replay(capture(call, tuple(inputs))) if captured else call
-
-
-@dataclass(frozen=True)
-class _Replay:
-    """A captured call: with inputs, copies them in first."""
-
-    captured: Captured
-
-    def __call__(self, *inputs: Tensor) -> Any:
-        return self.captured.replay(*inputs)
-
-
 def _signature(inputs: Sequence[Tensor]) -> tuple:
-    return tuple((tuple(t.shape), t.dtype, t.device) for t in inputs)
-
-
-def _fingerprint(module: nn.Module) -> tuple:
-    """Changes whenever weights are replaced or written in place, or a mode flips."""
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    return (
-        # tensors made in inference mode count no writes
-        tuple((name, t.data_ptr(), 0 if t.is_inference() else t._version, t.dtype) for name, t in tensors),
-        tuple(m.training for m in module.modules()),
+    # strides: one graph reads channels-last images as they come, another converts them first
+    return tuple(
+        (t.shape, t.dtype, t.device, t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last))
+        for t in inputs
     )
 
 
@@ -254,9 +210,9 @@ def _blame(module: nn.Module, inputs: Sequence[Tensor], recipe: Recipe) -> str:
     for count in range(len(names) + 1):
         shorter = replace(recipe, rewrites=names[:count], capture=False)
         try:
-            graph_module, graph = lower(module, inputs, shorter)
+            graph_module, report = lower(module, inputs, shorter)
             with torch.no_grad():
-                out = _runner(graph_module, graph, inputs, shorter)(*inputs)
+                out = make_runner(graph_module, report, inputs, shorter).call(*inputs)
         except NotEngaged as error:
             return f"without rewrites it cannot be run: {error}"
         if not agree(module, inputs, out, shorter).passed:

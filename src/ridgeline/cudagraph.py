@@ -17,6 +17,8 @@ class Graph(Protocol):
 
     def replay(self) -> None: ...
 
+    def pool(self) -> Any: ...
+
 
 @dataclass(frozen=True)
 class Captured:
@@ -86,6 +88,13 @@ def capture(fn: Callable[..., Any], inputs: Sequence[Tensor], *, warmup: int = 3
             ) from error
     torch.cuda.current_stream().wait_stream(stream)
     return Captured(buffers, outputs, graph, fn)
+
+
+def pool_bytes(captured: Captured) -> int:
+    """What the allocator holds for a graph and those it shares a pool with: activations, outputs, workspaces."""
+    pool = tuple(captured.graph.pool())
+    segments = torch.cuda.memory_snapshot()
+    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == pool)
 
 
 def _signature(tensor: Tensor) -> str:

@@ -7,6 +7,7 @@ The longest remaining chain stays on the caller's stream; a branch that leaves i
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,7 @@ class Schedule:
 def schedule(graph: fx.Graph, *, side_streams: int = SIDE_STREAMS) -> Schedule:
     """Assign streams: of a value's readers the one with the longest chain behind it inherits the stream."""
     roots = _roots(graph)
-    kernels = [node for node in graph.nodes if node.op == "call_function" and roots.get(node) in (None, node)]
+    kernels = _kernels(graph, roots)
     before = _dependencies(kernels, roots)
     after: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in kernels:
@@ -64,6 +65,17 @@ def schedule(graph: fx.Graph, *, side_streams: int = SIDE_STREAMS) -> Schedule:
         free_at[stream[node]] = index
     waits = {node: tuple(e for e in before[node] if stream[e] != stream[node]) for node in kernels}
     return Schedule(stream, waits, _crossing(kernels, roots, stream))
+
+
+def chain_length(graph: fx.Graph, launches: Callable[[fx.Node], int]) -> int:
+    """Launches on the longest chain of calls that wait for one another; `launches(node)` says how many a call makes."""
+    roots = _roots(graph)
+    kernels = _kernels(graph, roots)
+    before = _dependencies(kernels, roots)
+    reached: dict[fx.Node, int] = {}
+    for node in kernels:
+        reached[node] = launches(node) + max((reached[earlier] for earlier in before[node]), default=0)
+    return max(reached.values(), default=0)
 
 
 class StreamedGraph:
@@ -98,10 +110,9 @@ class _Streamed(fx.Interpreter):
         if index is None:
             return super().run_node(n)
         lane = self.lanes[index]
-        if index not in self.begun:
-            # a side stream joins the capture by waiting for something in it
-            lane.wait_stream(self.lanes[0])
-            self.begun.add(index)
+        # A side stream joins the capture with the first kernel it waits for, and waits for no more than that: the main
+        # stream's last kernel so far is far behind a branch that the graph's order puts at its end.
+        self.begun.add(index)
         for earlier in self.plan.waits[n]:
             lane.wait_event(self.events[earlier])
         with torch.cuda.stream(lane):
@@ -122,6 +133,11 @@ def _roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         elif node.op != "output":
             roots[node] = node
     return roots
+
+
+def _kernels(graph: fx.Graph, roots: dict[fx.Node, fx.Node]) -> list[fx.Node]:
+    """The calls that launch something: all but views."""
+    return [node for node in graph.nodes if node.op == "call_function" and roots.get(node) in (None, node)]
 
 
 def _dependencies(kernels: list[fx.Node], roots: dict[fx.Node, fx.Node]) -> dict[fx.Node, list[fx.Node]]:

@@ -25,6 +25,7 @@ from ridgeline.recipe import Recipe
 _SCORE_FLOOR = 1e-5
 _BOX_FLOOR_PX = 1e-2
 _REORDERED_SUMS = 2.0**-18  # relative; 32 roundings of fp32
+_DETECTED = 0.05  # a score that says an object is there; YOLO26's best on an empty picture lies far below
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class DetectionErrors:
     score: float  # of equal ranks
     box_px: float  # of a row's edges to the nearest row of its class on the other side
     rows: int  # reference rows clear of the cut, whose boxes were compared
+    seen: int = 0  # reference rows that say an object is there
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,21 @@ class Agreement:
         close = found is None or (
             allowed is not None and found.score <= allowed.score and found.box_px <= allowed.box_px
         )
-        return close and all(verdict.passed for verdict in self.dense)
+        return close and not self.compared_nothing and all(verdict.passed for verdict in self.dense)
+
+    @property
+    def compared_nothing(self) -> bool:
+        """Whether there are objects, but no row is clear of the cut: equal scores would pass with any boxes."""
+        return self.detections is not None and self.detections.rows == 0 < self.detections.seen
 
     @property
     def reason(self) -> str:
         """One sentence with the numbers."""
+        if self.detections is not None and self.compared_nothing and self.detections.score < math.inf:
+            return (
+                f"no box was compared, because all {self.detections.seen} scores above {_DETECTED} lie within "
+                f"{2 * self.detections.score:.3g} of the last: use trained weights or an image that tells anchors apart"
+            )
         if self.detections is not None and self.allowed is not None:
             found, allowed = self.detections, self.allowed
             return (
@@ -71,19 +83,14 @@ def agree(module: nn.Module, inputs: Sequence[Tensor], results: Any, recipe: Rec
     A module that insists on float32 somewhere is its own reference in float32, and fp32 results are allowed the
     rounding of `_REORDERED_SUMS`.
     """
-    try:
-        reference, exact = _run(module, inputs, torch.float64), True
-    except RuntimeError:
-        reference, exact = _run(module, inputs, torch.float32), False
-    eager = _run(module, inputs, recipe.torch_dtype)
-    actual = [tensor.detach().clone() for tensor in _tensors(results)]
+    reference, exact = reference_of(module, inputs)
+    eager = run_as(module, inputs, recipe.torch_dtype)
+    actual = [tensor.detach().clone() for tensor in tensors_of(results)]
     factor = recipe.limits.error_factor
     if len(reference) == 1 and is_detections(reference[0]):
         found = detection_errors(actual[0], reference[0])
         return Agreement((), found, _allowed(module, inputs, reference[0], eager[0], recipe))
-    eps = None if exact or recipe.dtype != "fp32" else _REORDERED_SUMS
-    if recipe.dtype == "fp32" and recipe.precision == "tf32" and inputs[0].is_cuda:
-        eps = TF32_EPS
+    eps = rounding(recipe, exact=exact, on_gpu=inputs[0].is_cuda)
     if not len(actual) == len(reference) == len(eager):
         raise VerificationFailed(f"compile: {len(actual)} results, but the module returns {len(reference)} tensors")
     verdicts = []
@@ -96,6 +103,24 @@ def agree(module: nn.Module, inputs: Sequence[Tensor], results: Any, recipe: Rec
     return Agreement(tuple(verdicts))
 
 
+def reference_of(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
+    """The untouched module's results and whether they are float64's; float32's where it insists on them somewhere."""
+    try:
+        return run_as(module, inputs, torch.float64), True
+    except RuntimeError:
+        return run_as(module, inputs, torch.float32), False
+
+
+def rounding(recipe: Recipe, *, exact: bool, on_gpu: bool) -> float | None:
+    """The `eps` of the one rule for results of a recipe; None: that of their dtype.
+
+    `exact` says that the reference is float64's.
+    """
+    if recipe.dtype == "fp32" and recipe.precision == "tf32" and on_gpu:
+        return TF32_EPS
+    return None if exact or recipe.dtype != "fp32" else _REORDERED_SUMS
+
+
 def _allowed(
     module: nn.Module, inputs: Sequence[Tensor], reference: Tensor, eager: Tensor, recipe: Recipe
 ) -> DetectionErrors:
@@ -103,7 +128,7 @@ def _allowed(
 
     Two, because one score out of 300 is the largest error, and whether a run hits that one is luck.
     """
-    runs = (eager, _run(module, inputs, recipe.torch_dtype, channels_last=True)[0])
+    runs = (eager, run_as(module, inputs, recipe.torch_dtype, channels_last=True)[0])
     own = [detection_errors(run, reference) for run in runs]
     # a run that itself lost a row says nothing about how far the others may move
     score, box_px = (
@@ -128,6 +153,7 @@ def detection_errors(actual: Tensor, reference: Tensor) -> DetectionErrors:
     if actual.shape != reference.shape or not actual.isfinite().all():
         return DetectionErrors(math.inf, math.inf, 0)
     score = (actual[..., 4] - reference[..., 4]).abs().max().item()
+    seen = int((reference[..., 4] > _DETECTED).sum())
     box_px, rows = 0.0, 0
     for found, wanted in zip(actual, reference, strict=True):
         # a row within twice the score error of the last one may have been cut on one side only
@@ -135,7 +161,7 @@ def detection_errors(actual: Tensor, reference: Tensor) -> DetectionErrors:
         clear_found, clear_wanted = (side[side[:, 4] > last + 2 * score] for side in (found, wanted))
         box_px = max(box_px, _farthest(clear_wanted, found), _farthest(clear_found, wanted))
         rows += len(clear_wanted)
-    return DetectionErrors(score, box_px, rows)
+    return DetectionErrors(score, box_px, rows, seen)
 
 
 def _farthest(rows: Tensor, others: Tensor) -> float:
@@ -145,9 +171,10 @@ def _farthest(rows: Tensor, others: Tensor) -> float:
     return distance.amin(dim=1).max().item() if len(rows) else 0.0
 
 
-def _run(
+def run_as(
     module: nn.Module, inputs: Sequence[Tensor], dtype: torch.dtype, *, channels_last: bool = False
 ) -> list[Tensor]:
+    """The results of a copy of the module in `dtype`, floating inputs too."""
     twin = copy.deepcopy(module).eval().to(dtype)
     arguments = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in inputs]
     if channels_last:
@@ -155,18 +182,19 @@ def _run(
             tensor.data = _channels_last(tensor.data)
         arguments = [_channels_last(tensor) for tensor in arguments]
     with torch.no_grad():
-        return _tensors(twin(*arguments))
+        return tensors_of(twin(*arguments))
 
 
 def _channels_last(tensor: Tensor) -> Tensor:
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
-def _tensors(results: Any) -> list[Tensor]:
+def tensors_of(results: Any) -> list[Tensor]:
+    """The tensors in a module's result, through tuples, lists and dictionaries, in order."""
     if isinstance(results, Tensor):
         return [results]
     if isinstance(results, dict):
         results = list(results.values())
     if isinstance(results, (list, tuple)):
-        return [tensor for part in results for tensor in _tensors(part)]
+        return [tensor for part in results for tensor in tensors_of(part)]
     return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.kernels._nhwc import random_nhwc
-from ridgeline.kernels._op import typical_target
+from ridgeline.kernels._op import Launch, typical_target
 from ridgeline.kernels.detect_topk import (
     OP,
     SAMPLES,
@@ -49,7 +50,7 @@ def change_logits(arguments: dict[str, Any], change) -> dict[str, Any]:
     change(rows)
     parts = rows.split([m.shape[2] * m.shape[3] for m in maps], dim=1)
     return arguments | {
-        name: part.reshape(m.shape[0], *m.shape[2:], m.shape[1]).permute(0, 3, 1, 2)
+        name: part.reshape(m.shape[0], *m.shape[2:], m.shape[1]).contiguous().permute(0, 3, 1, 2)
         for name, m, part in zip(LOGITS, maps, parts, strict=True)
     }
 
@@ -62,7 +63,11 @@ def same(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual[..., 4], expected[..., 4], rtol=1e-6, atol=1e-7, equal_nan=True)
 
 
-@pytest.mark.parametrize("seed", range(40))
+# few programs, which is what the interpreter's time goes by
+WIDE = Config(maxima_warps=8, collect_warps=8, collect_tiles=3, rank_warps=8, rank_rows=64)
+
+
+@pytest.mark.parametrize("seed", range(20))
 def test_random_problems_equal_top_detections(seed: int):
     rng = random.Random(seed)
     arguments = make(
@@ -85,15 +90,13 @@ def test_random_problems_equal_top_detections(seed: int):
         wide = torch.full((n, h, w, c + 3), 60000.0, dtype=arguments[name].dtype, device=DEVICE).permute(0, 3, 1, 2)
         wide[:, 1 : c + 1] = arguments[name]
         arguments[name] = wide[:, 1 : c + 1]
-    # mostly tiles that leave the interpreter few programs
-    configs = (Config(64, 32, 8), Config(32, 32, 8), Config(16, 32, 8))
-    same(plan_and_run(arguments, configs[seed % 3]), reference(**arguments))
+    same(plan_and_run(arguments, replace(WIDE, collect_tiles=1 + 2 * (seed % 2))), reference(**arguments))
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, -math.inf, math.inf, math.nan, 2.5])
 def test_all_logits_equal(value: float):
     arguments = change_logits(make(limit=7), lambda rows: rows.fill_(value))
-    y = OP(**arguments)
+    y = plan_and_run(arguments, WIDE)
     same(y, reference(**arguments))
     # anchor, then class: the first anchors under every class
     assert y[0, :, 5].tolist() == [0, 1, 2, 0, 1, 2, 0]
@@ -109,13 +112,13 @@ def test_equal_logits_go_to_the_anchor_with_the_better_best_class():
         rows[0, 30, 2] = 5.0
 
     arguments = change_logits(make(limit=4), change)
-    y = OP(**arguments)
+    y = plan_and_run(arguments, WIDE)
     same(y, reference(**arguments))
     assert y[0, :3, 5].tolist() == [2, 1, 0]
 
 
 def test_equal_maxima_at_the_limit_go_to_the_first_anchors():
-    """Far more groups share the bound than may pass it, and they lie on every level."""
+    """Far more anchors share the bound than may pass it, and they lie on every level."""
 
     def change(rows: Tensor) -> None:
         rows.fill_(-3.0)
@@ -123,40 +126,135 @@ def test_equal_maxima_at_the_limit_go_to_the_first_anchors():
         rows[:, 17, 0] = 2.0
 
     arguments = change_logits(make(size=(64, 96), limit=8), change)
-    y = OP(**arguments)
+    y = plan_and_run(arguments, WIDE)
     same(y, reference(**arguments))
     assert y[0, 0, 5] == 0 and y[0, 1:, 5].eq(1).all()
 
 
-def test_strong_pairs_in_few_groups():
-    """All cells of some groups are above the bound, under many classes: the list is longer than the groups."""
-    arguments = make(size=(64, 96), classes=20, limit=4)
-    problem = Problem(**arguments)
-    assert 1 < problem.level_groups(problem.group) < problem.cells[0]
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_anchors_tied_with_the_bound_are_listed_from_the_first_tiles_only(dtype: torch.dtype):
+    """Four tiles of 64 on the finest level; the limit is reached in the second."""
 
     def change(rows: Tensor) -> None:
-        rows[0, 1 : problem.cells[0] : problem.level_groups(problem.group), :9] += 20.0
+        rows.fill_(-20.0)
+        rows[:, :, 2] = -11.0
+        rows[:, 250, 0] = -5.0
+        rows[:, 251, :2] = -11.0
+
+    arguments = change_logits(make(size=(128, 128), dtype=dtype, limit=70), change)
+    launch, listed = run_and_list(arguments, WIDE)
+    same(launch.output, reference(**arguments))
+    # all of tiles 0 and 1, and the two pairs of the one better anchor that reach the bound
+    assert listed == 64 + 64 + 2
+
+
+def test_the_list_of_exactly_the_limit():
+    """No pair but the first k reaches the bound."""
+
+    def change(rows: Tensor) -> None:
+        rows.clamp_(max=3.0)
+        rows[0, 3:19, 1] = 30.0 + torch.arange(16, device=DEVICE)
+
+    arguments = change_logits(make(size=(64, 64), limit=16), change)
+    launch, listed = run_and_list(arguments, WIDE)
+    same(launch.output, reference(**arguments))
+    assert listed == 16
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_whole_anchors_of_one_value(value: float):
+    """More of them than the limit, NaN above infinity; the rest as it is."""
+
+    def change(rows: Tensor) -> None:
+        rows[0, 11::3] = value
+        rows[0, 12, 1] = math.nan
+        rows[0, 13, 0] = math.inf
+
+    for limit in (5, 40, 300):
+        arguments = change_logits(make(size=(64, 64), dtype=torch.float16, limit=limit), change)
+        same(plan_and_run(arguments, WIDE), reference(**arguments))
+
+
+@pytest.mark.parametrize("magnitude", [65504.0, 2.0**-24])
+def test_the_ends_of_half_precision(magnitude: float):
+    """The largest number is not infinity, and the smallest is not zero, on either side of the bound."""
+
+    def change(rows: Tensor) -> None:
+        rows.fill_(-math.inf)
+        rows[0, ::4] = -magnitude
+        rows[0, 1::4] = magnitude
+        rows[0, 2::8] = math.inf
+        rows[0, 3, :2] = torch.tensor([0.0, -0.0])
+
+    for limit in (3, 12, 24):
+        arguments = change_logits(make(size=(64, 64), dtype=torch.float16, limit=limit), change)
+        same(plan_and_run(arguments, WIDE), reference(**arguments))
+
+
+@pytest.mark.parametrize("classes", [1, 20])
+def test_logits_alike_over_cells_and_classes_make_short_lists(classes: int):
+    """Low, in smooth blobs: the best pairs lie together, on few anchors."""
+    arguments = make(size=(128, 96), classes=classes, limit=40)
+
+    def change(rows: Tensor) -> None:
+        place = torch.arange(rows.shape[1], device=DEVICE)[:, None] / 9
+        rows.mul_(0.3).add_(4 * torch.sin(place) + torch.linspace(-1, 1, classes, device=DEVICE) - 12)
 
     arguments = change_logits(arguments, change)
-    same(OP(**arguments), reference(**arguments))
+    launch, listed = run_and_list(arguments, WIDE)
+    same(launch.output, reference(**arguments))
+    best = torch.cat([arguments[name].flatten(2) for name in LOGITS], dim=2).flatten().sort(descending=True).values
+    anchors_needed = torch.cat([arguments[name].flatten(2) for name in LOGITS], dim=2).amax(1).flatten().sort().values
+    exact = int((best >= anchors_needed[-40]).sum())
+    assert exact <= listed <= 3 * exact
+
+
+def test_the_bound_lets_hardly_more_anchors_through_than_the_limit():
+    """At most two for each that the splitters stand for, on normal data and on all equal but for one tile."""
+    for change in (lambda rows: rows.sub_(9), lambda rows: rows[:, 64:].fill_(0.0)):
+        arguments = change_logits(make(size=(256, 128), classes=1, limit=50), change)
+        launch, listed = run_and_list(arguments, WIDE)
+        same(launch.output, reference(**arguments))
+        assert 50 <= listed <= 2 * max(50 + 50 // 4, 50 + 64)
 
 
 def test_all_of_the_best_on_the_coarsest_level():
     arguments = make(size=(96, 96), classes=20, limit=7)
     arguments["logits_p5"] += 20.0
-    same(OP(**arguments), reference(**arguments))
+    same(plan_and_run(arguments, WIDE), reference(**arguments))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_list_that_is_sampled_before_it_is_ranked(dtype: torch.dtype):
+    """Classes alike on every anchor: 73 anchors have most of the 100 times as many pairs above the bound."""
+
+    def change(rows: Tensor) -> None:
+        rows.mul_(0.01).add_(torch.arange(rows.shape[1], device=DEVICE)[None, :, None] % 50 / 4)
+
+    arguments = change_logits(make(size=(64, 96), classes=100, dtype=dtype, limit=73), change)
+    launch, listed = run_and_list(arguments, replace(WIDE, collect_tiles=1))
+    same(launch.output, reference(**arguments))
+    assert listed > 4096
 
 
 def test_a_list_longer_than_one_round_of_programs():
     """More pairs than the rank kernel's programs have rows, and more than it compares at once."""
     arguments = change_logits(make(size=(64, 64), classes=20, limit=70), lambda rows: rows.copy_(rows.sign()))
-    same(plan_and_run(arguments, Config(16, 16, 4)), reference(**arguments))
+    launch, listed = run_and_list(arguments, replace(WIDE, rank_rows=32))
+    same(launch.output, reference(**arguments))
+    assert listed > 512
 
 
 def plan_and_run(arguments: dict[str, Any], config: Config) -> Tensor:
-    launch = plan(config=config, **arguments)
+    return run_and_list(arguments, config)[0].output
+
+
+def run_and_list(arguments: dict[str, Any], config: Config) -> tuple[Launch, int]:
+    """The launch after its run, and the length of its list."""
+    tiles = min(config.collect_tiles, Problem(**arguments).tiles)
+    launch = plan(config=replace(config, collect_tiles=tiles), **arguments)
     launch.run()
-    return launch.output
+    return launch, int(launch.arguments["count_ptr"].sum())
 
 
 def test_boxes_and_logits_may_differ_in_dtype():
@@ -168,7 +266,7 @@ def test_boxes_and_logits_may_differ_in_dtype():
 @pytest.mark.parametrize("classes", [80, 365])
 def test_many_classes(classes: int):
     arguments = make(size=(32, 32), classes=classes, limit=5)
-    same(OP(**arguments), reference(**arguments))
+    same(plan_and_run(arguments, WIDE), reference(**arguments))
 
 
 def test_reference_is_top_detections_on_decoded_boxes():
@@ -209,7 +307,7 @@ def test_refusals(change, text: str):
     with pytest.raises(TypeError, match=r"must be fp32, fp16 or bf16, got torch\.float64 boxes"):
         Problem(**{**arguments, "box_p3": arguments["box_p3"].double()})
     with pytest.raises(ValueError, match="is not valid for 3 classes"):
-        plan(config=Config(24, 8, 4), **arguments)
+        plan(config=replace(WIDE, rank_rows=24), **arguments)
 
 
 def test_cost_reads_every_map_once():
@@ -224,36 +322,49 @@ def test_launches_suit_the_problem():
     arguments = sample.arguments(torch.float16, "meta")
     problem = Problem(**arguments)
     assert (problem.anchors, problem.detections) == (8400, 300)
-    # on each level 400 groups of 16, 4 or 1 cells, by halves of 64 and 16 classes
-    assert (problem.group, problem.chunk, problem.groups(problem.chunk)) == (1, 64, 3 * 400 * 2)
+    # 100 tiles of 64 on the finest level, then 25 and 7, with splitters 1, 2, 4 ... 64
+    assert (problem.tile, problem.tiles, problem.slots) == (64, 132, 7)
+    # all of it in one int32 and one int64
+    assert (problem.tile_bits, problem.pair_bits) == (13, 26) and 8400 * 80 <= 2**26
     launch = plan(target=H200, **arguments)
     # one program a multiprocessor reads the logits; the list holds every pair that there is
-    assert [part.grid for part in (*launch.before, launch)] == [(132, 1), (525, 1), (256, 1)]
-    assert launch.arguments["pair_ptr"].numel() == 8400 * 80
+    assert [part.grid for part in (*launch.before, launch)] == [(132, 1), (132, 1), (512, 1)]
+    assert launch.arguments["order_ptr"].numel() == 8400 * 80 and launch.arguments["pair_ptr"] is None
     found = candidates(target=H200, **arguments)
     assert found[0] == default_config(problem, H200) and len(set(found)) == len(found) > 8
     assert all(config.is_valid(problem, H200) for config in found)
 
 
 def test_machine_code():
-    """Nothing spilled, no division of work through shared memory in `collect`; with PDL every kernel waits first."""
-    cases = [("sm_89", False), ("sm_90", True), ("sm_120", True)]
+    """Nothing spilled, no block moved through shared memory, one atomic a program; with PDL each waits first."""
     sample = next(s for s in SAMPLES if "YOLO26n" in s.why).arguments(torch.float16, "meta")
-    plans = [plan(target=typical_target(arch), **sample, pdl=pdl) for arch, pdl in cases]
-    launches = [
-        (pdl, part, arch) for (arch, pdl), last in zip(cases, plans, strict=True) for part in (*last.before, last)
-    ]
+    launches = []
+    for arch, pdl in (("sm_90", True), ("sm_89", False), ("sm_120", True)):
+        last = plan(target=typical_target(arch), **sample, pdl=pdl)
+        # elsewhere the longest of the three stands for all
+        launches += [(pdl, part, arch) for part in ((*last.before, last) if arch == "sm_90" else (last.before[1],))]
     binaries = compile_many([part.source(arch) for _, part, arch in launches])
     for (pdl, part, _), binary in zip(launches, binaries, strict=True):
         report = inspect(binary)
         assert part.pdl == pdl
         assert report.problems == ()
-        if report.kernel == "group_maxima_kernel":
+        assert report.shared_bytes <= 512
+        assert report.count("ATOMG", "ATOM", "RED") == (report.kernel == "collect_kernel")
+        if report.kernel == "anchor_maxima_kernel":
             assert {name for name in report.instructions if name.startswith("LDG")} == {"LDG.E.128"}
-        if report.kernel == "collect_kernel":
-            assert report.shared_bytes <= 512
+        if report.kernel == "rank_kernel":
+            # four programs a multiprocessor
+            assert report.registers <= 128
         before, waits, after = binary.ptx.partition("griddepcontrol.wait")
         assert bool(waits) == ("griddepcontrol.launch_dependents" in binary.ptx) == pdl
         if pdl:
             assert not any(word in before for word in ("ld.global", "st.global", "atom.global"))
             assert "ld.global" in after and "st.global" in after
+
+
+def test_samples_of_real_size_are_like_a_detectors_logits():
+    """The bound is low, and hundreds of pairs reach it on the anchors that the limit needs."""
+    sample = next(s for s in SAMPLES if "YOLO26n" in s.why).arguments(torch.float16, "cpu")
+    logits = torch.cat([sample[name][0].float().flatten(1) for name in LOGITS], dim=1)
+    bound = logits.amax(0).sort(descending=True).values[299]
+    assert -14 < bound < -4 and 400 < (logits >= bound).sum() < 1500

@@ -12,6 +12,7 @@ from ridgeline.models import MODELS, build
 from ridgeline.models.blocks import Attention
 from ridgeline.models.weights import yolo26_from
 from ridgeline.models.yolo26 import SCALES, YOLO26, fuse, randomise_
+from ridgeline.verifier import detection_errors
 
 # scale: parameters with both heads, fused one-to-one; state-dict entries of the same two
 COUNTS = {
@@ -130,6 +131,23 @@ def test_random_values_tell_anchors_apart(nano):
     assert not torch.equal(randomise_(YOLO26("n"), seed=1).model[0].conv.weight, nano.model[0].conv.weight)
 
 
+@pytest.mark.parametrize("side", [64, 640])
+@pytest.mark.parametrize("head", ["one_to_one", "one_to_many"])
+def test_random_values_give_scores_and_boxes_like_a_trained_network(nano, side, head):
+    """Scores neither saturate nor vanish, and boxes have area: comparing two such outputs compares something."""
+    x, model = images(1, 3, side, side), fuse(nano, head=head)
+    with torch.no_grad():
+        distances, logits = model.detect.raw(model.features(x), head)
+        found = model.one_to_one(x)[0] if head == "one_to_one" else None
+    best = logits.sigmoid().flatten().sort(descending=True)[0][:300]
+    assert best[-1] > 0.05 and best[0] < 0.995 and best[0] - best[-1] > 0.1
+    assert (distances > 0).float().mean() > 0.99 and distances.mean() < 8
+    if found is not None:
+        agreed = detection_errors(found[None], found[None])
+        assert agreed.rows == len(found) - 1 and len(found) == min(300, side**2 * 21 // 1024)
+        assert found[:, 5].unique().numel() > 3
+
+
 @pytest.mark.parametrize("head", ["one_to_one", "one_to_many"])
 def test_fusing_changes_nothing_but_rounding(nano, head):
     # in float64 the only difference left is the order of operations
@@ -158,7 +176,7 @@ def test_a_half_precision_network_answers_in_float32(nano):
     with torch.no_grad():
         exact, found = fused(x), copy.deepcopy(fused).half()(x.half())
     assert found.dtype == torch.float32
-    assert (found[:, 4:] - exact[:, 4:]).abs().mean() < 0.01
+    assert (found[:, 4:] - exact[:, 4:]).abs().mean() < 0.001
     assert not torch.equal(found[:, :4], found[:, :4].half().float())  # boxes finer than half precision can hold
 
 

@@ -108,6 +108,21 @@ def test_residuals_from_inside_become_skips_and_one_from_outside_stays_on_the_fi
     assert found["add"] == 0
 
 
+@pytest.mark.parametrize(
+    ("source", "kernels"), [("slice", {"conv2d_act": 3}), ("map", {"conv2d_act": 1, "conv_chain": 1})]
+)
+def test_stays_apart_where_its_result_belongs_into_the_map_it_reads(source, kernels):
+    """PSA: what becomes of b joins a again, and the last convolution, alone, can write it over b."""
+
+    def forward(m, x):
+        a, b = F.silu(m.point(x)).chunk(2, 1)
+        return F.relu(torch.cat((a, m.third(F.silu(F.conv2d(b if source == "slice" else x, m.filters)))), 1))
+
+    layers = {**LAYERS, "filters": torch.randn(24, 8, 1, 1)}
+    _, found = rewritten(net(forward, **layers), [X], "fuse_conv_act", "fuse_conv_chain")
+    assert {name: found[name] for name in ("conv2d_act", "conv_chain") if found[name]} == kernels
+
+
 def test_fires_on_the_models_own_blocks():
     module = net(lambda m, x: m.block(x), block=C3k2(32, 48, [C3k(16)], hidden=16))
     names = ("fold_batch_norm", "fuse_conv_act", "merge_siblings", "fuse_conv_chain", "write_into_concat")

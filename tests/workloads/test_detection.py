@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ridgeline.errors import UsageError, VerificationFailed
+from ridgeline.errors import EnvironmentUnusable, UsageError, VerificationFailed
 from ridgeline.models.weights import yolo26_from
 from ridgeline.workloads import detection
 from ridgeline.workloads.coco_names import COCO_NAMES
@@ -103,6 +103,16 @@ def test_a_module_is_fed_in_the_dtype_of_its_weights():
         detection.predict(model, torch.zeros(1, 3, 32, 32))
 
 
+def test_a_callable_is_fed_where_and_as_it_says():
+    class Asks(Stub):
+        device, dtype = torch.device("cpu"), torch.float16
+
+    model = Asks((0, 0, 320, 320, 0.9, 3))
+    detect(model, GREY_IMAGE, mode="rect")
+    assert model.inputs[0].dtype == torch.float16
+    assert not isinstance(Stub(), detection.Placed) and not isinstance(torch.nn.Identity(), detection.Placed)
+
+
 @pytest.mark.parametrize(
     ("choice", "says"),
     [
@@ -175,6 +185,29 @@ def test_nan_in_the_output_is_an_error_and_not_an_empty_picture():
 def test_output_of_another_shape_is_refused(output, got):
     with pytest.raises(UsageError, match=rf"must return \(1, k, 6\), got {got}"):
         detect(lambda x: output, GREY_IMAGE, mode="square")
+
+
+def test_devices_by_name(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert detection.choose_device("auto") == detection.choose_device("cpu") == torch.device("cpu")
+    with pytest.raises(EnvironmentUnusable, match="--device cuda: torch sees no CUDA GPU"):
+        detection.choose_device("cuda")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert detection.choose_device("auto") == detection.choose_device("cuda") == torch.device("cuda")
+    assert detection.choose_device("cpu") == torch.device("cpu")
+    assert detection.device_name(torch.device("cpu")) == "the CPU"
+
+
+def test_fp32_products_are_strict_or_tf32s(monkeypatch):
+    switches = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = [switch.allow_tf32 for switch in switches]
+    try:
+        for dtype, allowed in (("fp32", False), ("tf32", True), ("fp16", True)):
+            detection.multiply_as_(dtype)
+            assert [switch.allow_tf32 for switch in switches] == [allowed, allowed]
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.allow_tf32 = value
 
 
 # --- files and JSON --------------------------------------------------------------------------------------------------

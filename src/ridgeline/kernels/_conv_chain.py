@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ridgeline.kernels._nhwc import activate, split_pixel, wait_for_predecessor
-from ridgeline.kernels.conv2d_act import _tap, _valid_weights
+from ridgeline.kernels._conv2d_act import tap_of_step, valid_weights
+from ridgeline.kernels._nhwc import activate, after_loads, round_operand, split_pixel, wait_for_predecessor
 
 
 @triton.jit
@@ -31,7 +31,8 @@ def conv_chain_kernel(
     PITCH1: tl.constexpr, PITCH2: tl.constexpr, PITCH3: tl.constexpr,
     ACT0: tl.constexpr, ACT1: tl.constexpr, ACT2: tl.constexpr, ACT3: tl.constexpr,
     SKIP1: tl.constexpr, SKIP2: tl.constexpr, SKIP3: tl.constexpr,
-    TAILS: tl.constexpr, DEPTHWISE: tl.constexpr, PRECISION: tl.constexpr, UNROLL: tl.constexpr, EARLY: tl.constexpr,
+    TAILS: tl.constexpr, DEPTHWISE: tl.constexpr, PRECISION: tl.constexpr, ROUNDING: tl.constexpr,
+    UNROLL: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     K: tl.constexpr = K1 if TAILS == 1 else K2 if TAILS == 2 else K3
@@ -89,7 +90,7 @@ def conv_chain_kernel(
         weights = ()
         if UNROLL:
             for step in tl.static_range(STEPS):
-                valid_w = _valid_weights(step, k, n0 < K0, R * S * C, BLOCK_K)
+                valid_w = valid_weights(step, k, n0 < K0, R * S * C, BLOCK_K)
                 b_kn = tl.load(weight_row[None, :] + (step * BLOCK_K + k)[:, None], mask=valid_w, other=0.0)
                 weights = weights + (b_kn,)  # noqa: RUF005
         wait_for_predecessor(PDL)
@@ -101,18 +102,23 @@ def conv_chain_kernel(
         if UNROLL:
             gathered = ()
             for step in tl.static_range(STEPS):
-                offset, valid_x = _tap(step, k, h, w, valid_m, C, H, W, R, S, PADDED, X_PITCH, BLOCK_K)
+                offset, valid_x = tap_of_step(step, k, h, w, valid_m, C, H, W, R, S, PADDED, X_PITCH, BLOCK_K)
                 a_mk = tl.load(x_tap[:, None] + offset[None, :], mask=valid_x, other=0.0)
                 gathered = gathered + (a_mk,)  # noqa: RUF005
+            gathered = after_loads(gathered, ROUNDING)
             for step in tl.static_range(STEPS):
                 acc = tl.dot(gathered[step], weights[step], acc, input_precision=PRECISION)
         else:
             for step in range(0, STEPS):
-                offset, valid_x = _tap(step, k, h, w, valid_m, C, H, W, R, S, PADDED, X_PITCH, BLOCK_K)
-                valid_w = _valid_weights(step, k, n0 < K0, R * S * C, BLOCK_K)
+                offset, valid_x = tap_of_step(step, k, h, w, valid_m, C, H, W, R, S, PADDED, X_PITCH, BLOCK_K)
+                valid_w = valid_weights(step, k, n0 < K0, R * S * C, BLOCK_K)
                 a_mk = tl.load(x_tap[:, None] + offset[None, :], mask=valid_x, other=0.0)
                 b_kn = tl.load(weight_row[None, :] + (step * BLOCK_K + k)[:, None], mask=valid_w, other=0.0)
-                acc = tl.dot(a_mk, b_kn, acc, input_precision=PRECISION)
+                acc = tl.dot(round_operand(a_mk, ROUNDING), b_kn, acc, input_precision=PRECISION)
+    if EARLY:
+        extras1 = after_loads(extras1, ROUNDING)
+        extras2 = after_loads(extras2, ROUNDING)
+        extras3 = after_loads(extras3, ROUNDING)
     acc = activate(acc, ACT0)
     if residual_ptr is not None:
         acc += residual.to(tl.float32)
@@ -122,7 +128,7 @@ def conv_chain_kernel(
     value0 = acc.to(dtype)
     acc = _tail(
         value0, weights1, extras1, weight1_ptr, bias1, extra1_ptr, m, valid_m, n1,
-        K0, K1, E1, PITCH1, ACT1, PRECISION, EARLY, BLOCK_K,
+        K0, K1, E1, PITCH1, ACT1, PRECISION, ROUNDING, EARLY, BLOCK_K,
     )  # fmt: skip
     if SKIP1 == 0:
         acc += value0.to(tl.float32)
@@ -130,7 +136,7 @@ def conv_chain_kernel(
         value1 = acc.to(dtype)
         acc = _tail(
             value1, weights2, extras2, weight2_ptr, bias2, extra2_ptr, m, valid_m, n2,
-            K1, K2, E2, PITCH2, ACT2, PRECISION, EARLY, BLOCK_K,
+            K1, K2, E2, PITCH2, ACT2, PRECISION, ROUNDING, EARLY, BLOCK_K,
         )  # fmt: skip
         if SKIP2 == 0:
             acc += value0.to(tl.float32)
@@ -140,7 +146,7 @@ def conv_chain_kernel(
             value2 = acc.to(dtype)
             acc = _tail(
                 value2, weights3, extras3, weight3_ptr, bias3, extra3_ptr, m, valid_m, n,
-                K2, K3, E3, PITCH3, ACT3, PRECISION, EARLY, BLOCK_K,
+                K2, K3, E3, PITCH3, ACT3, PRECISION, ROUNDING, EARLY, BLOCK_K,
             )  # fmt: skip
             if SKIP3 == 0:
                 acc += value0.to(tl.float32)
@@ -205,10 +211,11 @@ def _extra_block(extra_ptr, m, valid_m, first, E: tl.constexpr, PITCH: tl.conste
 def _tail(
     value, weights, extras, weight_ptr, bias, extra_ptr, m, valid_m, n,
     K_IN: tl.constexpr, K_OUT: tl.constexpr, E: tl.constexpr, PITCH: tl.constexpr, ACT: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr, BLOCK_E: tl.constexpr,
+    PRECISION: tl.constexpr, ROUNDING: tl.constexpr, EARLY: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """act(weight · [value | other map] + bias), fp32 [BLOCK_M, columns]."""
     acc = tl.zeros((value.shape[0], n.shape[0]), tl.float32) + bias[None, :]
+    value = round_operand(value, ROUNDING)
     if EARLY:
         for i in tl.static_range(len(extras)):
             acc = tl.dot(extras[i], weights[i + 1], acc, input_precision=PRECISION)
@@ -219,6 +226,6 @@ def _tail(
             for e in range(0, E, BLOCK_E):
                 extra = _extra_block(extra_ptr, m, valid_m, e, E, PITCH, BLOCK_E)
                 block = _weight_block(weight_ptr, n, K_IN + e, K_IN + E, K_IN + E, K_OUT, BLOCK_E)
-                acc = tl.dot(extra, block, acc, input_precision=PRECISION)
+                acc = tl.dot(round_operand(extra, ROUNDING), block, acc, input_precision=PRECISION)
         acc = tl.dot(value, weight, acc, input_precision=PRECISION)
     return activate(acc, ACT)

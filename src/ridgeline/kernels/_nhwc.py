@@ -15,9 +15,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline.cost.conv import ConvProblem
-from ridgeline.kernels._op import Sample
+from ridgeline.kernels._op import INTERPRETED, Sample, Target
 
 ACTIVATIONS = ("none", "silu")
+_IN_ASSEMBLY = tl.constexpr(not INTERPRETED)  # the interpreter knows no inline assembly, and multiplies fp32 exactly
 
 
 def pixel_pitch(x: Tensor) -> int | None:
@@ -97,6 +98,26 @@ def random_nhwc(shape: tuple[int, int, int, int], dtype: torch.dtype, device: st
     return x.to(dtype).contiguous(memory_format=torch.channels_last)
 
 
+def round_to_tf32(x: Tensor) -> Tensor:
+    """fp32 values rounded to TF32's ten bits, to nearest and ties to even; NaN and infinities stay what they are.
+
+    The matrix units cut the low 13 bits of fp32 operands. A kernel rounds what it gathers itself, but reads its weights
+    as they are: whoever makes them rounds them once.
+    """
+    bits = x.view(torch.int32)
+    rounded = (bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFF
+    # the carry turns the largest finite values into infinity, as rounding must, but would turn some NaN into -0
+    return torch.where(x.isfinite(), rounded, bits).view(torch.float32)
+
+
+def tf32_rounding(x: Tensor, precision: str, target: Target) -> str:
+    """How a kernel rounds a gathered operand, for `round_operand`: "rn", "rna" (ties away from zero), "" for not."""
+    if x.dtype != torch.float32 or precision != "tf32":
+        return ""
+    # one instruction from sm_90 on; before, only the other rounding exists, and takes three
+    return "rn" if int(target.arch.removeprefix("sm_")) >= 90 else "rna"
+
+
 def conv_sample(
     why: str, x: tuple[int, int, int, int], krs: tuple[int, int, int], *, real_size: bool = False, **choices: Any
 ) -> Sample:
@@ -149,5 +170,55 @@ def split_pixel(pixel, H: tl.constexpr, W: tl.constexpr):
 def activate(z, ACT: tl.constexpr):
     """The activation named by ACT on an fp32 block."""
     if ACT == "silu":
-        z = z * tl.sigmoid(z)
+        if _IN_ASSEMBLY:
+            # z / (1 + 2^(-z log2 e)); flushing to zero spares both units a rescue of their smallest results, and
+            # makes 0 of what lies below z = -87, which is less than 1e-35
+            z = tl.inline_asm_elementwise(
+                """{
+                .reg .f32 t;
+                mul.f32 t, $1, 0fBFB8AA3B;
+                ex2.approx.ftz.f32 t, t;
+                add.f32 t, t, 0f3F800000;
+                rcp.approx.ftz.f32 t, t;
+                mul.f32 $0, $1, t;
+                }""",
+                "=f,f", [z], dtype=tl.float32, is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            z = z * tl.sigmoid(z)
     return z
+
+
+@triton.jit
+def round_operand(x, ROUNDING: tl.constexpr):
+    """A block that a matrix unit multiplies in TF32, rounded as `tf32_rounding` says instead of cut."""
+    if ROUNDING != "" and _IN_ASSEMBLY:
+        instruction: tl.constexpr = "cvt." + ROUNDING + ".tf32.f32 $0, $1;"
+        x = tl.inline_asm_elementwise(instruction, "=r,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return x
+
+
+@triton.jit
+def after_loads(blocks, ROUNDING: tl.constexpr):
+    """The tuple of loaded blocks, rounded as `round_operand` does, with no use of any above the last load.
+
+    Left alone, Triton stores each block to shared memory as soon as it is loaded, and ptxas keeps registers few by
+    waiting for it there: of nine loads three were in flight. To Triton these moves have side effects, so they keep
+    their place below the loads; ptxas removes them, but moves no access across the barrier of the warp.
+    """
+    if _IN_ASSEMBLY:
+        tl.inline_asm_elementwise(
+            "bar.warp.sync 0xffffffff; // dummy $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+        moved = ()
+        for i in tl.static_range(len(blocks)):
+            moved = moved + (_move(blocks[i], ROUNDING),)  # noqa: RUF005 - Triton cannot unpack
+        blocks = moved
+    return blocks
+
+
+@triton.jit
+def _move(x, ROUNDING: tl.constexpr):
+    PACK: tl.constexpr = 32 // x.dtype.primitive_bitwidth
+    MOVE: tl.constexpr = "mov.b32" if ROUNDING == "" else "cvt." + ROUNDING + ".tf32.f32"
+    return tl.inline_asm_elementwise(MOVE + " $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=PACK)

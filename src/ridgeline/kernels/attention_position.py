@@ -5,7 +5,8 @@ qkv        [N, heads (2 D + E), H, W]  channels_last, or a channel slice of a ch
 weight     [heads E, 1, 3, 3]          stored in the order [3, 3, C] (depthwise_conv2d_act.pack); dtype of qkv
 bias       [heads E]                   fp32 or the dtype of qkv; None: no bias
 heads, key_channels                    heads and D; D and E are multiples of 16
-precision  products of fp32 operands: "tf32" (tensor cores, 10 mantissa bits) or "ieee"; no effect on fp16 and bf16
+precision  products of fp32 operands: "tf32" (tensor cores, 10 mantissa bits, rounded to nearest) or "ieee"; no effect
+           on fp16 and bf16
 pdl        programmatic dependent launch: the filter is read while the predecessor still runs; sm_90 and later
 y          [N, heads E, H, W]          channels_last, dtype of qkv
 
@@ -42,7 +43,9 @@ from ridgeline.kernels._nhwc import (
     next_power_of_2,
     pixel_pitch,
     random_nhwc,
+    round_operand,
     share_elements,
+    tf32_rounding,
     wait_for_predecessor,
 )
 from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
@@ -102,7 +105,8 @@ def cost(
 def attention_position_kernel(  # noqa: ANN201
     qkv_ptr, weight_ptr, bias_ptr, y_ptr,
     H: tl.constexpr, W: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    QKV_PITCH: tl.constexpr, Y_PITCH: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+    QKV_PITCH: tl.constexpr, Y_PITCH: tl.constexpr, PRECISION: tl.constexpr, ROUNDING: tl.constexpr,
+    WIDE: tl.constexpr, PDL: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     TOKENS: tl.constexpr = H * W
@@ -134,6 +138,7 @@ def attention_position_kernel(  # noqa: ANN201
     k_ptr = q_ptr + D
     v_ptr = k_ptr + D
     q = tl.load(q_ptr + query[:, None] * QKV_PITCH + d[None, :], mask=valid_q[:, None] & valid_d[None, :], other=0.0)
+    q = round_operand(q, ROUNDING)
     position = tl.zeros((BLOCK_Q, BLOCK_E), tl.float32)
     for r in tl.static_range(3):
         for s in tl.static_range(3):
@@ -161,7 +166,7 @@ def attention_position_kernel(  # noqa: ANN201
         key = start + tl.arange(0, BLOCK_K)
         valid_k = key < TOKENS
         k = tl.load(k_ptr + key[None, :] * QKV_PITCH + d[:, None], mask=valid_k[None, :] & valid_d[:, None], other=0.0)
-        scores = tl.dot(q, k, input_precision=PRECISION) * SCALE
+        scores = tl.dot(q, round_operand(k, ROUNDING), input_precision=PRECISION) * SCALE
         scores = tl.where(valid_k[None, :], scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         # the first block has a valid key, so new_largest is finite and the first rescale is 2^-inf = 0
@@ -169,7 +174,8 @@ def attention_position_kernel(  # noqa: ANN201
         p = tl.exp2(scores - new_largest[:, None])
         total = total * rescale + tl.sum(p, 1)
         v = tl.load(v_ptr + key[:, None] * QKV_PITCH + e[None, :], mask=valid_k[:, None] & valid_e[None, :], other=0.0)
-        mixed = tl.dot(p.to(v.dtype), v, mixed * rescale[:, None], input_precision=PRECISION)
+        p, v = round_operand(p.to(v.dtype), ROUNDING), round_operand(v, ROUNDING)
+        mixed = tl.dot(p, v, mixed * rescale[:, None], input_precision=PRECISION)
         largest = new_largest
 
     y = mixed / total[:, None] + position
@@ -309,6 +315,7 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
         constants={
             "H": h, "W": w, "HEADS": problem.heads, "D": problem.key_channels, "E": problem.value_channels,
             "QKV_PITCH": qkv_pitch, "Y_PITCH": y_pitch, "PRECISION": problem.precision,
+            "ROUNDING": tf32_rounding(problem.qkv, problem.precision, target),
             "WIDE": n * h * w * max(qkv_pitch, y_pitch) >= INT32_ELEMENTS, "PDL": problem.pdl,
             "BLOCK_Q": config.block_q, "BLOCK_K": config.block_k,
             "BLOCK_D": next_power_of_2(problem.key_channels),

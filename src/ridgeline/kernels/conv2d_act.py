@@ -6,7 +6,8 @@ bias      [K]             fp32 or the dtype of x; None: no bias
 residual  [N, K, HO, WO]  as x; added after the activation; may be x itself
 y         [N, K, HO, WO]  channels_last, dtype of x
 act       "silu" or "none"
-precision products of fp32 operands: "tf32" (tensor cores, 10 mantissa bits) or "ieee"; no effect on fp16 and bf16
+precision products of fp32 operands: "tf32" (tensor cores, 10 mantissa bits) or "ieee"; no effect on fp16 and bf16.
+          With "tf32" x is rounded to nearest; weight must be, see `_nhwc.round_to_tf32`: its low 13 bits are cut
 pdl       programmatic dependent launch (sm_90 and later): starts while its predecessor runs, and waits for it itself
 
 Accumulates in fp32; bias, activation and residual are applied in fp32 and rounded once. An empty batch gives an
@@ -19,25 +20,25 @@ tap by tap (the method of implicit GEMM in cuDNN, Chetlur et al. 2014, with NHWC
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem, conv_forward, problem_of
 from ridgeline.kernels._conv import FLOATS, INT32_ELEMENTS, ConvCall
-from ridgeline.kernels._nhwc import activate, conv_sample, next_power_of_2, split_pixel, wait_for_predecessor
+from ridgeline.kernels._conv2d_act import conv2d_act_kernel
+from ridgeline.kernels._nhwc import conv_sample, next_power_of_2, tf32_rounding
 from ridgeline.kernels._op import Launch, Launcher, Target, define, execute, target_of, tuned_config
 
 PRECISIONS = ("tf32", "ieee")
-_MOST_CANDIDATES = 40  # beside the default
+_MOST_CANDIDATES, _MOST_SPLIT = 32, 20  # beside the default
+_FEW_OUTPUTS = 2**18  # elements of y: four tiles of 16 x 32 a multiprocessor
 _MAX_OPERANDS = 96  # registers a thread for a reduction that is loaded whole
 _MAX_ACCUMULATORS = 64  # fp32 a thread; at 128 the gather's pointers no longer fit beside them: spills on sm_90
 
@@ -79,115 +80,6 @@ def cost(
     return replace(conv, read_bytes=conv.read_bytes + epilogue, pipe=pipe)
 
 
-@triton.jit
-def _valid_weights(step, k, valid_n, LENGTH: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Which elements of a step's weights exist, broadcastable to [BLOCK_K, BLOCK_N]."""
-    valid = valid_n[None, :]
-    if LENGTH % BLOCK_K != 0:
-        valid = valid & (step * BLOCK_K + k < LENGTH)[:, None]
-    return valid
-
-
-@triton.jit
-def _tap(
-    step, k, h, w, valid_m,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, R: tl.constexpr, S: tl.constexpr, PADDED: tl.constexpr,
-    X_PITCH: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Offsets [BLOCK_K] of a step's elements from each pixel's tap (0, 0), and which [BLOCK_M, BLOCK_K] exist."""
-    if C % BLOCK_K == 0:
-        # one tap a step: r and s are scalars, and only a pixel can fall outside
-        tap = step // (C // BLOCK_K)
-        r = tap // S
-        s = tap % S
-        offset = (r * W + s) * X_PITCH + (step % (C // BLOCK_K)) * BLOCK_K + k
-        valid_x = valid_m[:, None]
-        if PADDED:
-            valid_x = valid_x & ((h + r >= 0) & (h + r < H) & (w + s >= 0) & (w + s < W))[:, None]
-    else:
-        # several taps a step: fewer idle lanes than padding every tap to BLOCK_K
-        reduction = step * BLOCK_K + k
-        tap = reduction // C
-        r = tap // S
-        s = tap % S
-        offset = (r * W + s) * X_PITCH + reduction % C
-        valid_x = valid_m[:, None] & (reduction < R * S * C)[None, :]
-        if PADDED:
-            h_tap = h[:, None] + r[None, :]
-            w_tap = w[:, None] + s[None, :]
-            valid_x = valid_x & (h_tap >= 0) & (h_tap < H) & (w_tap >= 0) & (w_tap < W)
-    return offset, valid_x
-
-
-@triton.jit
-def conv2d_act_kernel(  # noqa: ANN201
-    x_ptr, weight_ptr, bias_ptr, residual_ptr, y_ptr,
-    pixels,  # N * HO * WO
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
-    HO: tl.constexpr, WO: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
-    PAD_H: tl.constexpr, PAD_W: tl.constexpr,
-    X_PITCH: tl.constexpr, RESIDUAL_PITCH: tl.constexpr, Y_PITCH: tl.constexpr, ACT: tl.constexpr,
-    PRECISION: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr, UNROLL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    # Neighbouring programs share their pixels: x comes from DRAM once, and from L2 for each further block of channels.
-    channel_tiles: tl.constexpr = (K + BLOCK_N - 1) // BLOCK_N
-    tile = tl.program_id(0)
-    m = tile // channel_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    if WIDE:
-        # some tensor has 2^31 elements or more, and every offset below is a multiple of m
-        m = (tile // channel_tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tile % channel_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    valid_m = m < pixels
-    valid_n = n < K
-
-    image, row, column = split_pixel(m, HO, WO)  # pyright: ignore[reportGeneralTypeIssues]
-    h = row * STRIDE_H - PAD_H
-    w = column * STRIDE_W - PAD_W
-    # the tap (0, 0) of each pixel; before the tensor's start where padded, and then never read
-    x_tap = x_ptr + ((image * H + h) * W + w) * X_PITCH
-    weight_row = weight_ptr + n * (R * S * C)
-
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if PDL and bias_ptr is not None:
-        # before the wait it costs no time; without a wait it would only hold registers through the loop
-        acc += tl.load(bias_ptr + n, mask=valid_n, other=0.0).to(tl.float32)[None, :]
-    STEPS: tl.constexpr = (R * S * C + BLOCK_K - 1) // BLOCK_K
-    PADDED: tl.constexpr = PAD_H > 0 or PAD_W > 0
-    if UNROLL:
-        # a short reduction has all its loads in flight at once, and the weights, which never change, before the wait
-        weights = ()
-        for step in tl.static_range(STEPS):
-            valid_w = _valid_weights(step, k, valid_n, R * S * C, BLOCK_K)
-            b_kn = tl.load(weight_row[None, :] + (step * BLOCK_K + k)[:, None], mask=valid_w, other=0.0)
-            weights = weights + (b_kn,)  # noqa: RUF005 - Triton cannot unpack
-        wait_for_predecessor(PDL)
-        gathered = ()
-        for step in tl.static_range(STEPS):
-            offset, valid_x = _tap(step, k, h, w, valid_m, C, H, W, R, S, PADDED, X_PITCH, BLOCK_K)
-            a_mk = tl.load(x_tap[:, None] + offset[None, :], mask=valid_x, other=0.0)
-            gathered = gathered + (a_mk,)  # noqa: RUF005
-        for step in tl.static_range(STEPS):
-            acc = tl.dot(gathered[step], weights[step], acc, input_precision=PRECISION)
-    else:
-        wait_for_predecessor(PDL)
-        for step in range(0, STEPS):
-            offset, valid_x = _tap(step, k, h, w, valid_m, C, H, W, R, S, PADDED, X_PITCH, BLOCK_K)
-            valid_w = _valid_weights(step, k, valid_n, R * S * C, BLOCK_K)
-            a_mk = tl.load(x_tap[:, None] + offset[None, :], mask=valid_x, other=0.0)
-            b_kn = tl.load(weight_row[None, :] + (step * BLOCK_K + k)[:, None], mask=valid_w, other=0.0)
-            acc = tl.dot(a_mk, b_kn, acc, input_precision=PRECISION)
-
-    if not PDL and bias_ptr is not None:
-        acc += tl.load(bias_ptr + n, mask=valid_n, other=0.0).to(tl.float32)[None, :]
-    acc = activate(acc, ACT)
-    valid_y = valid_m[:, None] & valid_n[None, :]
-    if residual_ptr is not None:
-        acc += tl.load(residual_ptr + m[:, None] * RESIDUAL_PITCH + n[None, :], mask=valid_y, other=0.0).to(tl.float32)
-    tl.store(y_ptr + m[:, None] * Y_PITCH + n[None, :], acc.to(y_ptr.dtype.element_ty), mask=valid_y)
-
-
 @dataclass(frozen=True)
 class Problem(ConvCall):
     """One call of this op, checked."""
@@ -219,6 +111,7 @@ class Config:
     """Tile of one program: block_m pixels x block_n output channels, block_k of the reduction a step.
 
     num_stages steps are loaded ahead; 1 means all of them, held in registers: for reductions short enough.
+    split_k blocks of the reduction are multiplied at a time, in different warps: for few tiles and a long reduction.
     """
 
     block_m: int
@@ -226,19 +119,24 @@ class Config:
     block_k: int
     num_warps: int
     num_stages: int
+    split_k: int = 1
 
     def is_valid(self, problem: Problem, target: Target) -> bool:
         """Whether it compiles, fits the target's shared memory and keeps its accumulators in registers."""
         blocks = (self.block_m, self.block_n, self.block_k)
         both, element_size = self.block_m + self.block_n, problem.x.element_size()
-        steps = -(-problem.conv.c * problem.conv.taps // self.block_k)
-        operands = self.num_stages * both * self.block_k * element_size
-        registers_a_thread = both * steps * self.block_k * element_size // (4 * 32 * self.num_warps)
+        step = self.block_k * self.split_k
+        steps = -(-problem.conv.c * problem.conv.taps // step)
+        operands = self.num_stages * both * step * element_size
+        registers_a_thread = both * steps * step * element_size // (4 * 32 * self.num_warps)
         return (
             all(block >= 16 and block & (block - 1) == 0 for block in blocks)
             and self.num_warps in (1, 2, 4, 8)
             and self.num_stages >= 1
-            and self.block_m * self.block_n <= _MAX_ACCUMULATORS * 32 * self.num_warps
+            and self.block_m * self.block_n * self.split_k <= _MAX_ACCUMULATORS * 32 * self.num_warps
+            # a warp takes whole blocks of the reduction; wgmma knows no batches, and CUDA cores no reason for them
+            and (self.split_k == 1 or (self.split_k == self.num_warps and self.block_m < 64))
+            and (self.split_k == 1 or not problem.on_cuda_cores)
             and operands <= target.shared_bytes
             and (self.num_stages > 1 or registers_a_thread <= _MAX_OPERANDS)
         )
@@ -276,7 +174,18 @@ def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Confi
     ranked = sorted(product(enumerate(tiles), enumerate(variants)), key=lambda pair: pair[0][0] + pair[1][0])
     tried = [Config(m, n, k, num_warps, num_stages) for (_, (m, n)), (_, (k, num_warps, num_stages)) in ranked]
     worth = (c for c in tried if c != default and c.is_valid(problem, target))
-    return (default, *islice(worth, _MOST_CANDIDATES))
+    split = (c for c in _split(problem, block_k) if c.is_valid(problem, target))
+    return (default, *islice(split, _MOST_SPLIT), *islice(worth, _MOST_CANDIDATES))
+
+
+def _split(problem: Problem, block_k: int) -> Iterator[Config]:
+    """Small tiles whose warps share a long reduction, where few tiles there are."""
+    if problem.pixels * problem.conv.k <= _FEW_OUTPUTS:
+        for (m, n), warps, stages, k in product(
+            ((16, 16), (16, 32), (32, 32), (32, 16)), (4, 8), (1, 3), (block_k, block_k // 2)
+        ):
+            if k >= 16 and 2 * warps * k <= problem.conv.c * problem.conv.taps:
+                yield Config(m, n, k, warps, stages, warps)
 
 
 def plan(*, config: Config | None = None, target: Target | None = None, **arguments: Any) -> Launch:
@@ -297,7 +206,9 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
             **problem.constants(y),
             "K": conv.k,
             "PRECISION": problem.precision,
+            "ROUNDING": tf32_rounding(problem.x, problem.precision, target),
             "UNROLL": config.num_stages == 1,
+            "SPLIT": config.split_k,
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,

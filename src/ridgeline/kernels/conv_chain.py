@@ -13,7 +13,7 @@ extras    [N, Ei, HO, WO] each, as x: maps concatenated behind value_(i-1); None
 skips     the earlier stage whose value is added, or -1
 acts      the activation of every stage, "silu" or "none", separated by spaces
 y         [N, K, HO, WO]      channels_last, dtype of x
-precision, pdl                as in conv2d_act
+precision, pdl                as in conv2d_act; "tf32" needs weights that were rounded, see `_nhwc.round_to_tf32`
 
 Accumulates in fp32; a value is rounded to the dtype of x between two stages, as if it had been stored. Dilation is 1.
 Raises ValueError or TypeError for any other layout, dtype or choice.
@@ -39,7 +39,7 @@ from ridgeline.cost.conv import ConvProblem, conv_forward, problem_of
 from ridgeline.kernels._conv import FLOATS, INT32_ELEMENTS
 from ridgeline.kernels._conv_chain import conv_chain_kernel
 from ridgeline.kernels._conv_chain_call import MOST_TAILS, Problem
-from ridgeline.kernels._nhwc import cdiv, next_power_of_2, pixel_pitch, random_nhwc
+from ridgeline.kernels._nhwc import cdiv, next_power_of_2, pixel_pitch, random_nhwc, tf32_rounding
 from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
 from ridgeline.kernels.depthwise_conv2d_act import pack
 
@@ -217,6 +217,7 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
             "TAILS": len(problem.weights),
             "DEPTHWISE": problem.depthwise,
             "PRECISION": problem.precision,
+            "ROUNDING": tf32_rounding(problem.x, problem.precision, target),
             "UNROLL": config.num_stages == 1,
             "EARLY": config.early,
             "BLOCK_M": config.block_m,

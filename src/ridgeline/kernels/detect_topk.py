@@ -15,15 +15,17 @@ one: the answer is the first k of all pairs in the order (logit descending, larg
 anchor, class), because an anchor outside its first step has k anchors before it, each with a pair before all of its
 own. So no exact selection is needed until the last kernel:
 
-1. `group_maxima`  deals the pairs into groups, more than k of them, and takes the largest logit of each.
-2. `collect`       bounds the k-th pair from below by the k-th largest group maximum, found by bisection (each
-                   program for itself: cheaper than another kernel), and appends the pairs that reach it to a list.
-                   Of the pairs equal to the bound, those of later anchors with no better pair are left out.
-3. `rank`          counts, for every pair of the list, the pairs before it. That count is its row.
+1. `anchor_maxima`  takes the largest logit of every anchor, and of those of each tile of up to 64 anchors the 1st, 2nd,
+                    4th, 8th ...: its splitters. Each stands for the anchors from the splitter above it to itself.
+2. `collect`        searches the splitters for a bound that k anchors reach (each program for itself: cheaper than
+                    another kernel). The first k pairs reach it too, so the pairs that do are listed. Of anchors equal
+                    to the bound, those of later tiles are left out: k others come before them.
+3. `rank`           counts, for every pair of the list, the pairs before it. That count is its row.
 
-Nothing is sorted, the order of the list is free, and every step spreads over the whole GPU. The list has room for all
-anchors · C pairs, so no input can overflow it; one on which most logits are equal is ranked in time quadratic in their
-number.
+Splitters stand for at least half of the anchors that reach the bound, so these are at most 2.5 k or 2 k + 128, whatever
+is tied or alike (on maps too large for so many splitters, 75,000 anchors of 80 classes, more). The list is longer by
+the classes that reach the bound on one anchor. `rank` takes time quadratic in up to 4096 pairs; an even sample of more
+bounds what is ranked, to about k / 2048 of them, except for k above 2048 and, in fp32, among ties on tied anchors.
 """
 
 from __future__ import annotations
@@ -32,17 +34,20 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ridgeline.cost import Cost
 from ridgeline.kernels._conv import FLOATS, INT32_ELEMENTS
 from ridgeline.kernels._nhwc import cdiv, check_map, next_power_of_2, pixel_pitch, random_nhwc
 from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
-from ridgeline.kernels._topk import collect_kernel, group_maxima_kernel, rank_kernel
+from ridgeline.kernels._topk import anchor_maxima_kernel, collect_kernel, rank_kernel
 from ridgeline.models.postprocess import MAX_DETECTIONS, STRIDES, anchor_grid, decode_xyxy, top_detections
 
-_BLOCK_LIST = 1024  # pairs that `rank` compares with at once; most lists are shorter
-_MOST_LOGITS = 8192  # of a program of `group_maxima`: 64 a thread
+_BLOCK_LIST = 512  # entries of the list that `rank` compares with at once
+_RANKED_AT_ONCE = 1024  # most rows of the programs of `rank` together, for one image
+_TILE_LOGITS = _SPLITTERS = 8192  # of a tile, of an image: most where shapes leave a choice, 32 a thread of 8 warps
+_SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # bits of an fp32 that are 0 if it comes from these
 
 
 def reference(
@@ -117,7 +122,7 @@ class Problem:
                     _refuse(f"{name}_p{level} must be on {first.device} like box_p3, got {tensor.device}")
                 if size[0] * size[1] * (pixel_pitch(tensor) or 0) >= INT32_ELEMENTS:
                     _refuse(f"{name}_p{level} must span less than 2^31 elements an image, got {tuple(tensor.shape)}")
-        if self.anchors * self.classes >= INT32_ELEMENTS:
+        if self.pairs >= INT32_ELEMENTS:
             _refuse(f"anchors times classes must be below 2^31, got {self.anchors} times {self.classes}")
 
     @property
@@ -146,56 +151,78 @@ class Problem:
         return min(self.limit, self.anchors)
 
     @property
-    def group(self) -> int:
-        """Cells of a group on the coarsest level, four and sixteen times as many on the finer ones.
-
-        The most that leave every level alone a third more groups than there are detections: in a network that has
-        learned nothing all of the best pairs may lie on one level.
-        """
-        fits = (size for size in (4, 2) if 16 * size <= self.tile)
-        return next((size for size in fits if 3 * self.level_groups(size) >= 4 * self.detections), 1)
+    def word_bits(self) -> int:
+        """2^word_bits logits are 16 bytes."""
+        return 4 - (self.logits_p3.element_size() - 1).bit_length()
 
     @property
-    def chunk(self) -> int:
-        """Classes of a group: the most that leave six groups for each detection, at least eight classes."""
-        widest = next_power_of_2(self.classes)
-        sizes = (widest >> shift for shift in range(widest.bit_length()) if widest >> shift >= 8)
-        return next((size for size in sizes if self.groups(size) >= 6 * self.detections), min(8, widest))
+    def block_c(self) -> int:
+        return max(next_power_of_2(self.classes), 1 << self.word_bits)
 
     @property
     def tile(self) -> int:
-        """Cells a program of `group_maxima`."""
-        return max(16, min(64, _MOST_LOGITS // next_power_of_2(self.classes)))
+        """Anchors of a tile."""
+        return max(16, min(64, _TILE_LOGITS // self.block_c))
 
     @property
     def tiles(self) -> int:
-        """Programs of `group_maxima`, each on one level."""
-        cells = self.level_groups(self.group) * self.group
-        return sum(cdiv(cells * finer, self.tile) for finer in (16, 4, 1))
+        """Of an image, each on one level."""
+        return sum(cdiv(cells, self.tile) for cells in self.cells)
 
-    def level_groups(self, group: int) -> int:
-        return cdiv(self.cells[-1], group)
+    @property
+    def slots(self) -> int:
+        """Splitters of a tile: its places 1, 2, 4 ... to the last, fewer on maps of very many anchors."""
+        return min(self.tile.bit_length(), max(1, _SPLITTERS // self.tiles))
 
-    def groups(self, chunk: int) -> int:
-        return len(self.cells) * self.level_groups(self.group) * cdiv(self.classes, chunk)
+    @property
+    def splitters(self) -> int:
+        return self.tiles * self.slots
+
+    @property
+    def splitter_dtype(self) -> torch.dtype:
+        return torch.int64 if self.tile_bits == 32 else torch.int32
+
+    @property
+    def pairs(self) -> int:
+        return self.anchors * self.classes
+
+    @property
+    def shift(self) -> int:
+        return _SHIFT[self.logits_p3.dtype]
+
+    @property
+    def tile_bits(self) -> int:
+        """Below a key in a splitter: those that an int32 has left, or 32 of an int64."""
+        return self.shift if self.tiles <= 1 << self.shift else 32
+
+    @property
+    def pair_bits(self) -> int:
+        """Below two keys in an int64, or 0."""
+        left = 2 * self.shift
+        return left if self.pairs <= 1 << left else 0
 
 
 @dataclass(frozen=True)
 class Config:
-    """Anchors a program of `collect`, rows a program of `rank`, warps of all three kernels."""
+    """Warps of each kernel, tiles a program of `collect`, rows a program of `rank`."""
 
-    collect_anchors: int
+    maxima_warps: int
+    collect_warps: int
+    collect_tiles: int
+    rank_warps: int
     rank_rows: int
-    num_warps: int
 
     def is_valid(self, problem: Problem, target: Target) -> bool:  # noqa: ARG002 - the contract's signature
-        """Whether blocks are powers of two and a thread of `collect` keeps its logits in registers."""
-        logits = self.collect_anchors * next_power_of_2(problem.classes)
+        """Whether blocks are powers of two and a thread keeps what it has loaded in registers, as far as it can."""
+        logits = problem.tile * problem.block_c
+        held_bytes = max(2 * logits, next_power_of_2(problem.splitters) * problem.splitter_dtype.itemsize)
         return (
-            all(block >= 1 and block & (block - 1) == 0 for block in (self.collect_anchors, self.rank_rows))
-            and self.num_warps in (1, 2, 4, 8)
-            and (logits <= 32 * 32 * self.num_warps or self.collect_anchors == 1)
-            and self.rank_rows * _BLOCK_LIST <= 128 * 32 * self.num_warps
+            {self.maxima_warps, self.collect_warps, self.rank_warps} <= {1, 2, 4, 8, 16}
+            and self.maxima_warps >= min(16, logits // (64 * 32))
+            and self.collect_warps >= min(16, held_bytes // (128 * 32))
+            and 1 <= self.collect_tiles <= problem.tiles
+            and self.rank_rows in (1, 2, 4, 8, 16, 32, 64)
+            and self.rank_rows * _BLOCK_LIST <= 128 * 32 * self.rank_warps
         )
 
 
@@ -211,17 +238,20 @@ class LastLaunch(Launch):
         super().run()
 
 
-def default_config(problem: Problem, target: Target) -> Config:  # noqa: ARG001 - the contract's signature
-    """Sixteen logits a thread in `collect`; in `rank` a list of 1024 pairs fills two programs a multiprocessor."""
-    return Config(max(1, min(64, 2048 // next_power_of_2(problem.classes))), 4, 4)
+def default_config(problem: Problem, target: Target) -> Config:
+    """Each program of `collect` searches all splitters, so there are no more programs than run at once."""
+    tiles = min(problem.tiles, cdiv(problem.tiles * problem.box_p3.shape[0], 2 * target.sm_count) or 1)
+    fits = (Config(8, warps, tiles, 4, 2) for warps in (8, 16))
+    return next((c for c in fits if c.is_valid(problem, target)), Config(16, 16, tiles, 4, 2))
 
 
 def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
-    """The default, then every other valid config worth timing."""
+    """The default, then every other valid config worth timing: none that suits lists of one length alone."""
     problem = Problem(**arguments)
     target = target or target_of(problem.box_p3)
     default = default_config(problem, target)
-    tried = (Config(a, r, w) for a in (4, 8, 16, 32, 64) for r in (4, 8, 16) for w in (2, 4, 8))
+    tiles = (default.collect_tiles, 2 * default.collect_tiles)
+    tried = (Config(m, c, t, r, r // 2) for m in (4, 8) for c in (4, 8, 16) for t in tiles for r in (2, 4, 8))
     return (default, *(c for c in tried if c != default and c.is_valid(problem, target)))
 
 
@@ -234,55 +264,58 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
         config = tuned or default_config(problem, target)
     if not config.is_valid(problem, target):
         raise ValueError(f"detect_topk: {config} is not valid for {problem.classes} classes on {target.arch}")
-    n, group_count = problem.box_p3.shape[0], problem.groups(problem.chunk)
+    n, programs = problem.box_p3.shape[0], _rank_programs(problem, config, target)
+    room = max(problem.pairs, programs * config.rank_rows, 2 * _BLOCK_LIST)
     y = _empty(problem, (n, problem.detections, 6), torch.float32) if problem.out is None else problem.out
-    groups = {name: _empty(problem, (n, group_count), torch.int32) for name in ("group_key_ptr", "group_anchor_ptr")}
+    maxima = {
+        "anchor_key_ptr": _empty(problem, (n, problem.anchors), torch.int32),
+        "splitter_ptr": _empty(problem, (n, problem.splitters), problem.splitter_dtype),
+    }
     count = {"count_ptr": _empty(problem, (n,), torch.int32)}
-    pairs = (n, problem.anchors * problem.classes)
-    found = {"order_ptr": _empty(problem, pairs, torch.int64), "pair_ptr": _empty(problem, pairs, torch.int32)}
+    found = {
+        "order_ptr": _empty(problem, (n, room), torch.int64),
+        "pair_ptr": None if problem.pair_bits else _empty(problem, (n, room), torch.int32),
+    }
     maps = {f"logits{level}_ptr": logits for level, logits in enumerate(problem.logits)}
     boxes = {f"box{level}_ptr": box for level, box in enumerate(problem.boxes)}
-    shared = {"C": problem.classes, "PDL": problem.pdl, **{f"CELLS{i}": cells for i, cells in enumerate(problem.cells)}}
-    logit_pitches = {f"PITCH{level}": pixel_pitch(logits) or 0 for level, logits in enumerate(problem.logits)}
-    box_pitches = {f"PITCH{level}": pixel_pitch(box) or 0 for level, box in enumerate(problem.boxes)}
-    options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": 1, "pdl": problem.pdl}
-    maxima = Launch(
-        kernel=group_maxima_kernel,
+    cells = {f"CELLS{level}": cells for level, cells in enumerate(problem.cells)}
+    shared = {"C": problem.classes, "PDL": problem.pdl, "SHIFT": problem.shift, **cells}
+    tiling = {
+        "TILES": problem.tiles, "SLOTS": problem.slots, "TILE_BITS": problem.tile_bits, "BLOCK_A": problem.tile,
+        "BLOCK_C": problem.block_c, "WORD_BITS": problem.word_bits, **_pitches(problem.logits),
+    }  # fmt: skip
+    listing = {"K": problem.detections, "PAIR_BITS": problem.pair_bits, "ROOM": room}
+    options: dict[str, Any] = {"num_stages": 1, "pdl": problem.pdl}
+    first = Launch(
+        kernel=anchor_maxima_kernel,
         grid=(problem.tiles, n),
-        arguments={**maps, **groups, **count},
-        constants={
-            **shared, **logit_pitches, "GROUP": problem.group, "CHUNK": problem.chunk,
-            "BLOCK_A": problem.tile, "BLOCK_C": next_power_of_2(problem.classes),
-        },
-        output=groups["group_key_ptr"],
+        arguments={**maps, **maxima, **count},
+        constants={**shared, **tiling},
+        num_warps=config.maxima_warps,
+        output=maxima["splitter_ptr"],
         **options,
-    )  # fmt: skip
+    )
+    search = {"PROGRAM_TILES": config.collect_tiles, "BLOCK_S": next_power_of_2(problem.splitters)}
     collect = Launch(
         kernel=collect_kernel,
-        grid=(sum(cdiv(cells, config.collect_anchors) for cells in problem.cells), n),
-        arguments={**maps, **groups, **count, **found},
-        constants={
-            **shared, **logit_pitches, "K": problem.detections, "GROUPS": group_count,
-            "BLOCK_G": next_power_of_2(group_count), "BLOCK_A": config.collect_anchors,
-            "BLOCK_C": next_power_of_2(problem.classes),
-        },
-        output=found["order_ptr"],
+        grid=(cdiv(problem.tiles, config.collect_tiles), n),
+        arguments={**maps, **maxima, **count, **found},
+        constants={**shared, **tiling, **listing, **search},
+        num_warps=config.collect_warps,
+        output=count["count_ptr"],
         **options,
-    )  # fmt: skip
-    # every pair of a usual list is a row of some program; a longer list takes more rounds
-    programs = cdiv(min(_BLOCK_LIST, problem.anchors * problem.classes), config.rank_rows)
+    )
+    decode = {"WIDTH0": problem.box_p3.shape[3], "STRIDE0": STRIDES[0], **_pitches(problem.boxes)}
     return LastLaunch(
         kernel=rank_kernel,
         grid=(programs, n),
         arguments={**boxes, **count, **found, "y_ptr": y},
-        constants={
-            **shared, **box_pitches, "WIDTH0": problem.box_p3.shape[3], "STRIDE0": STRIDES[0],
-            "K": problem.detections, "BLOCK_ROWS": config.rank_rows, "BLOCK_LIST": _BLOCK_LIST,
-        },
+        constants={**shared, **listing, **decode, "BLOCK_ROWS": config.rank_rows, "BLOCK_LIST": _BLOCK_LIST},
+        num_warps=config.rank_warps,
         output=y,
-        before=(maxima, collect),
+        before=(first, collect),
         **options,
-    )  # fmt: skip
+    )
 
 
 def detect_topk(
@@ -304,6 +337,17 @@ def _empty(problem: Problem, shape: tuple[int, ...], dtype: torch.dtype) -> Tens
     return torch.empty(shape, dtype=dtype, device=problem.box_p3.device)
 
 
+def _pitches(maps: tuple[Tensor, ...]) -> dict[str, int]:
+    return {f"PITCH{level}": pixel_pitch(x) or 0 for level, x in enumerate(maps)}
+
+
+def _rank_programs(problem: Problem, config: Config, target: Target) -> int:
+    """For each image: every pair of a usual list is a row of some program, but many images fill the GPU with fewer."""
+    rows = min(_RANKED_AT_ONCE, problem.pairs, 8 * problem.detections)
+    most = max(64, cdiv(8 * target.sm_count, max(1, problem.box_p3.shape[0])))
+    return min(cdiv(rows, config.rank_rows), most)
+
+
 def _refuse(text: str, kind: type[Exception] = ValueError) -> NoReturn:
     raise kind(f"detect_topk: {text}")
 
@@ -318,10 +362,26 @@ def _sample(
         for level, stride in zip((3, 4, 5), STRIDES, strict=True):
             shape = (size[0] // stride, size[1] // stride)
             maps[f"box_p{level}"] = random_nhwc((n, 4, *shape), dtype, device, seed=level)
-            maps[f"logits_p{level}"] = random_nhwc((n, classes, *shape), dtype, device, seed=10 + level)
+            make = _detector_logits if real_size else random_nhwc
+            maps[f"logits_p{level}"] = make((n, classes, *shape), dtype, device, seed=10 + level)
         return {**maps, **choices}
 
     return Sample(why, arguments, real_size)
+
+
+def _detector_logits(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str, *, seed: int) -> Tensor:
+    """Like those of a trained YOLO26n on a photo: low, smooth over cells, alike for all classes.
+
+    The pairs that reach the bound then lie together; those of independent logits are spread evenly, one to an anchor.
+    """
+    if device == "meta":
+        return random_nhwc(shape, dtype, device, seed=seed)
+    n, c, h, w = shape
+    coarse = random_nhwc((n, c + 1, cdiv(h, 8), cdiv(w, 8)), torch.float32, device, seed=seed)
+    smooth = F.interpolate(coarse, size=(h, w), mode="bilinear")
+    of_class = random_nhwc((1, c, 1, 1), torch.float32, device, seed=0)
+    logits = 2.0 * smooth[:, 1:] + 4.0 * smooth[:, :1] + of_class - 19.0
+    return logits.to(dtype).contiguous(memory_format=torch.channels_last)
 
 
 SAMPLES = (

@@ -6,7 +6,8 @@ weight    [K, C1 + C2, 1, 1] channels_last, dtype of coarse: its first C1 channe
 bias      [K]                fp32 or the dtype of coarse; None: no bias
 y         [N, K, H, W]       channels_last
 act       "silu" or "none"
-precision products of fp32 operands: "tf32" or "ieee"; no effect on fp16 and bf16
+precision products of fp32 operands: "tf32" or "ieee"; no effect on fp16 and bf16. With "tf32" both maps are rounded
+          to nearest; weight must be, see `_nhwc.round_to_tf32`: its low 13 bits are cut
 pdl       programmatic dependent launch (sm_90 and later)
 
 Nearest upsampling by 2 is an index rule, pixel (h, w) reads (h // 2, w // 2), and a concat is a second run of the
@@ -33,8 +34,10 @@ from ridgeline.kernels._nhwc import (
     empty_nhwc,
     pixel_pitch,
     random_nhwc,
+    round_operand,
     share_elements,
     split_pixel,
+    tf32_rounding,
     wait_for_predecessor,
 )
 from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
@@ -82,7 +85,7 @@ def upsample_concat_conv_act_kernel(  # noqa: ANN201
     pixels,  # N * H * W
     C1: tl.constexpr, C2: tl.constexpr, H: tl.constexpr, W: tl.constexpr, K: tl.constexpr,
     COARSE_PITCH: tl.constexpr, FINE_PITCH: tl.constexpr, Y_PITCH: tl.constexpr,
-    ACT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    ACT: tl.constexpr, PRECISION: tl.constexpr, ROUNDING: tl.constexpr, PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     channel_tiles: tl.constexpr = (K + BLOCK_N - 1) // BLOCK_N
@@ -104,12 +107,12 @@ def upsample_concat_conv_act_kernel(  # noqa: ANN201
         c = step * BLOCK_K + k
         a_mk = tl.load(coarse_ptr + coarse_pixel[:, None] * COARSE_PITCH + c[None, :], mask=valid_m[:, None], other=0.0)
         b_kn = tl.load(weight_row[None, :] + c[:, None], mask=valid_n[None, :], other=0.0)
-        acc = tl.dot(a_mk, b_kn, acc, input_precision=PRECISION)
+        acc = tl.dot(round_operand(a_mk, ROUNDING), b_kn, acc, input_precision=PRECISION)
     for step in range(0, C2 // BLOCK_K):
         c = step * BLOCK_K + k
         a_mk = tl.load(fine_ptr + m[:, None] * FINE_PITCH + c[None, :], mask=valid_m[:, None], other=0.0)
         b_kn = tl.load(weight_row[None, :] + C1 + c[:, None], mask=valid_n[None, :], other=0.0)
-        acc = tl.dot(a_mk, b_kn, acc, input_precision=PRECISION)
+        acc = tl.dot(round_operand(a_mk, ROUNDING), b_kn, acc, input_precision=PRECISION)
     if bias_ptr is not None:
         acc += bias_n[None, :]
     acc = activate(acc, ACT)
@@ -224,6 +227,7 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
             "H": problem.fine.shape[2], "W": problem.fine.shape[3],
             **{name: pixel_pitch(tensor) or 0 for name, tensor in pitches.items()},
             "ACT": problem.act, "PRECISION": problem.precision, "PDL": problem.pdl,
+            "ROUNDING": tf32_rounding(problem.fine, problem.precision, target),
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
         },
         num_warps=config.num_warps,

@@ -74,7 +74,8 @@ def _longest(graph_module: fx.GraphModule, first: fx.Node) -> list[_Stage]:
     best = 0
     for stage in _stages(graph_module, first):
         chain.append(stage)
-        if _closed(first, chain) and _pays(first, chain) and not _loses(graph_module, first, chain):
+        fits = _closed(first, chain) and not _in_its_own_way(first, chain)
+        if fits and _pays(first, chain) and not _loses(graph_module, first, chain):
             best = len(chain)
     return chain[:best]
 
@@ -113,6 +114,19 @@ def _closed(first: fx.Node, chain: Sequence[_Stage]) -> bool:
     """Whether nothing outside the chain reads a value that it would no longer store."""
     inside = {stage.conv for stage in chain} | {stage.source for stage in chain}
     return all(set(node.users) <= inside for node in (first, *(stage.conv for stage in chain[:-1])))
+
+
+def _in_its_own_way(first: fx.Node, chain: Sequence[_Stage]) -> bool:
+    """Whether y belongs, by a concat, into the map that the chain reads: its programs would overwrite what others need.
+
+    One after the other the parts can write there (`write_into_concat`); as one kernel they would leave a copy behind.
+    """
+    read = [argument(first, 0), argument(first, 3)]
+    read += [part for stage in chain for part in (*stage.before, *stage.behind)]
+    roots = {node.args[0] for node in read if node is not None and channel_range(node) is not None}
+    last = chain[-1].conv
+    joined: list[Any] = [user.args[0] for user in last.users if user.target is _aten.cat.default]
+    return any(part.args[0] in roots for parts in joined for part in parts if part is not last and channel_range(part))
 
 
 def _pays(first: fx.Node, chain: Sequence[_Stage]) -> bool:

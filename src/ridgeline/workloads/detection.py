@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,6 +26,23 @@ from ridgeline.workloads.images import find_images, read_image
 Model = Callable[[torch.Tensor], torch.Tensor]
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+EAGER_DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+
+
+@runtime_checkable
+class Placed(Protocol):
+    """A callable that says where, and in which dtype, it wants its images."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
 
 @dataclass(frozen=True)
@@ -60,15 +77,31 @@ class FileResult:
 def load_detector(name: str, weights: Path | None, *, device: str = "auto", download: bool = True) -> torch.nn.Module:
     """The detector `name`, ready to run in fp32: `weights`, else the cache folder, else the official release.
 
-    device is "cpu", "cuda" or "auto", the GPU when there is one.
+    device is that of `choose_device`.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise EnvironmentUnusable("--device cuda: torch sees no CUDA GPU; use --device cpu, or run `ridgeline doctor`")
+    place = choose_device(device)
     path = resolve_weights(name, explicit=weights, cache_dir=cache_dir() / "weights", download=download)
     model = yolo26_from(path)
     if name != f"yolo26{model.scale}":
         raise UsageError(f"{path} holds yolo26{model.scale}, not {name}: pass --model yolo26{model.scale}")
-    return model.to("cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu")
+    return model.to(place)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of "cpu", "cuda" or "auto", which is the GPU when there is one. Raises EnvironmentUnusable."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise EnvironmentUnusable("--device cuda: torch sees no CUDA GPU; use --device cpu, or run `ridgeline doctor`")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def multiply_as_(dtype: str) -> None:
+    """Set PyTorch's process-wide switches so that its own fp32 products are TF32's unless `dtype` is "fp32"."""
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = dtype != "fp32"
+
+
+def device_name(device: torch.device) -> str:
+    """What to call a device in a line of text."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
 
 
 def detect(
@@ -202,7 +235,9 @@ def check_input(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> None:
 
 
 def _placement(model: Model) -> tuple[torch.device, torch.dtype]:
-    """Where the model's weights are; a callable without parameters is fed float32 on the CPU and moves it itself."""
+    """Where the model wants its images: where its weights are, or as it says; any other callable moves them itself."""
+    if isinstance(model, Placed):
+        return model.device, model.dtype
     first = next(model.parameters(), None) if isinstance(model, torch.nn.Module) else None
     return (torch.device("cpu"), torch.float32) if first is None else (first.device, first.dtype)
 

@@ -1,0 +1,68 @@
+"""Exponential moving average of a module's weights, with the decay and its warm-up computed on the device.
+
+    decay(n) = min(decay, (1 + n)/(10 + n))          n = updates so far; without warm-up decay(n) = decay
+    average  = average + (1 - decay(n))·(weights - average)
+
+Buffers are copied, not averaged: running statistics are averages already, and counters are integers. Nothing is read on
+the host, so an update can be captured in a CUDA graph. Averages keep the dtype and layout of the weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ridgeline.device_optimizer import lerp_
+from ridgeline.errors import UsageError
+
+
+class Ema:
+    """The average of `model`'s weights; `.module` is a copy of the model, in eval mode, that carries it."""
+
+    def __init__(self, model: nn.Module, decay: float = 0.9999, *, warmup: bool = True) -> None:
+        self.module = copy.deepcopy(model).eval().requires_grad_(False)
+        self.warmup = warmup
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        self._updates = torch.zeros((), dtype=torch.float32, device=device)
+        self._decay = torch.zeros((), dtype=torch.float32, device=device)
+        self.decay = decay
+
+    @property
+    def decay(self) -> float:
+        """May be set at any time; a captured step follows."""
+        return self._decay_value
+
+    @decay.setter
+    def decay(self, value: float) -> None:
+        if not 0 <= value <= 1:
+            raise UsageError(f"Ema: decay must lie between 0 and 1, got {value}")
+        self._decay_value = value
+        self._decay.fill_(value)
+
+    @torch.no_grad()
+    def update_(self, model: nn.Module) -> None:
+        """Move the average towards the weights of `model`, which has the structure of the one it was made of."""
+        decay = self._decay
+        if self.warmup:
+            decay = torch.minimum(decay, (1 + self._updates) / (10 + self._updates))
+        lerp_(list(self.module.parameters()), list(model.parameters()), 1 - decay)
+        for average, buffer in zip(self.module.buffers(), model.buffers(), strict=True):
+            average.copy_(buffer)
+        self._updates += 1
+
+    def tensors(self) -> list[Tensor]:
+        """Everything an update writes."""
+        return [*self.module.parameters(), *self.module.buffers(), self._updates]
+
+    def state_dict(self) -> dict[str, Any]:
+        """`module` (the averaged weights, as the model names them) and `updates`; waits for the device."""
+        return {"module": self.module.state_dict(), "updates": int(self._updates.item())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Written in place, so that captured steps stay valid."""
+        self.module.load_state_dict(state["module"])
+        self._updates.fill_(state["updates"])

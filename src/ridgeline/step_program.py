@@ -1,0 +1,330 @@
+"""One training step as a function of its batch: forward, loss, backward, unscale, clip, optimizer, average.
+
+Everything it keeps from step to step is written in place, and nothing is read on the host: the same function runs
+eagerly, on any device, and inside a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from ridgeline.device_optimizer import DeviceOptimizer, PlainOptimizer, load_state_, portable_state, refusal
+from ridgeline.ema import Ema
+from ridgeline.errors import UsageError
+from ridgeline.step_state import Structure, Watched, micro_batches, rebuild
+
+Loss = Callable[[Any, Any], Tensor]
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+COMPILED = ("loss", "model", "none")
+MODES = ("default", "max-autotune-no-cudagraphs")
+
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """How fp16 losses are scaled: torch.amp.GradScaler's rule, run on the device."""
+
+    initial: float = 65536.0
+    growth: float = 2.0  # after `interval` steps without an overflow
+    backoff: float = 0.5  # after an overflow, whose step is skipped
+    interval: int = 2000
+
+
+@dataclass(frozen=True)
+class StepRecipe:
+    """How a training step is run.
+
+    dtype          of autocast: "bf16", "fp16" (the loss is scaled), "fp32" (no autocast)
+    compile        what torch.compile gets on a GPU: the "loss" callable with the model in it, the "model", or "none"
+    compile_mode   of torch.compile: "default" or "max-autotune-no-cudagraphs"
+    channels_last  turn 4-D weights, their optimizer state and 4-D inputs channels-last, weights in place
+    capture        one CUDA graph for the whole step; False runs it eagerly
+    require        raise NotEngaged where a step would run eagerly instead
+    max_graphs     graphs kept, one a batch shape and mode; further shapes run eagerly
+    scale          of the loss in fp16
+    """
+
+    dtype: str = "bf16"
+    compile: str = "loss"
+    compile_mode: str = "default"
+    channels_last: bool = False
+    capture: bool = True
+    require: bool = False
+    max_graphs: int = 4
+    scale: ScaleRule = ScaleRule()
+
+    def __post_init__(self) -> None:
+        for name, known in (("dtype", DTYPES), ("compile", COMPILED), ("compile_mode", MODES)):
+            if getattr(self, name) not in known:
+                raise UsageError(f"recipe: {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        if self.max_graphs < 1:
+            raise UsageError(f"recipe: max_graphs must be at least 1, got {self.max_graphs}")
+        if self.require and not self.capture:
+            raise UsageError("recipe: require=True asks for the graph that capture=False forbids: drop one of them")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a step is made of, as the caller gave it."""
+
+    model: nn.Module
+    loss: Loss
+    optimizer: Optimizer
+    ema: Ema | None = None
+    clip: float | None = None  # largest norm of all gradients of the optimizer's parameters together
+    accumulate: int = 1
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not self.clip > 0:
+            raise UsageError(f"compile_step: clip must be a positive norm, got {self.clip}: None switches it off")
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            raise UsageError("compile_step: LBFGS evaluates the loss several times a step: use SGD, Adam or AdamW")
+        if self.accumulate < 1:
+            raise UsageError(f"compile_step: accumulate must be at least 1, got {self.accumulate}")
+        if len({tensor.device for tensor in self.model.parameters()}) != 1:
+            raise UsageError("compile_step: the model's parameters must lie on one device, move them there first")
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+
+class StepProgram:
+    """The step, and all tensors it writes."""
+
+    def __init__(self, parts: Parts, recipe: StepRecipe) -> None:
+        self.parts = parts
+        self.recipe = recipe
+        self.device = parts.device
+        self.refusal = refusal(parts.optimizer)
+        if self.refusal is None:
+            self._update: DeviceOptimizer | PlainOptimizer = DeviceOptimizer(parts.optimizer, self.device)
+        else:
+            self._update = PlainOptimizer(parts.optimizer)
+        self.scaler = _Scaler(recipe.scale, self.device) if recipe.dtype == "fp16" else None
+        if self.scaler is not None and self.refusal is not None:
+            raise UsageError(f"compile_step: fp16 skips steps on the device, but {self.refusal}: use bf16 or fp32")
+        self._compiled: tuple[Any, Loss] | None = None
+        self.settle_()
+
+    def run(self, leaves: Sequence[Tensor], structure: Structure, *, compiled: bool) -> tuple[Tensor, Tensor | None]:
+        """One step: (loss, norm of the gradients before clipping, None without clip), both on the device."""
+        loss = self.accumulate_(leaves, structure, compiled=compiled)
+        trained = [p for p in self.parameters() if p.grad is not None]
+        found_inf = self.scaler.unscale_(trained) if self.scaler else None
+        norm = None
+        if self.parts.clip is not None:
+            norm = get_total_norm([p.grad for p in trained if p.grad is not None], foreach=True)
+            # multiplies by 1 where nothing is clipped: cheaper than asking the device
+            clip_grads_with_norm_(trained, self.parts.clip, norm, foreach=True)
+        self._update.step_(found_inf)
+        if self.scaler:
+            self.scaler.update_()
+        if self.parts.ema is not None:
+            self.parts.ema.update_(self.parts.model)
+        self.drop_gradients_()
+        return loss, norm
+
+    def accumulate_(self, leaves: Sequence[Tensor], structure: Structure, *, compiled: bool) -> Tensor:
+        """Forward and backward of every micro-batch; leaves gradients (scaled, in fp16), returns the mean loss."""
+        model, loss = self._callables() if compiled else (self.parts.model, self.parts.loss)
+        # no gradients: the first backward then writes them, instead of adding to zeros
+        self.drop_gradients_()
+        total: Tensor | None = None
+        for share, part in micro_batches(leaves, self.parts.accumulate):
+            # a loop around us may have switched gradients off, or autocast on, which would reach the backward pass
+            with torch.enable_grad(), torch.autocast(self.device.type, enabled=False):
+                with self._autocast():
+                    value = loss(model, rebuild(structure, iter(part)))
+                _check_loss(value)
+                weighted = value if share == 1.0 else value * share
+                (weighted if self.scaler is None else weighted.float() * self.scaler.scale).backward()
+            total = weighted.detach() if total is None else total + weighted.detach()
+        self._check_gradients_()
+        assert total is not None
+        return total
+
+    def place(self, leaf: Tensor) -> Tensor:
+        """A batch tensor on the device, in the recipe's layout."""
+        leaf = leaf.to(self.device, non_blocking=True)
+        return _channels_last(leaf) if self.recipe.channels_last else leaf
+
+    @torch.no_grad()
+    def settle_(self) -> None:
+        """Bring weights and optimizer state into the form that steps keep; again whenever the caller replaced some."""
+        if self.recipe.channels_last:
+            for tensor in (*self.parts.model.parameters(), *self.parts.model.buffers()):
+                tensor.data = _channels_last(tensor.data)
+            if self.parts.ema is not None:
+                for tensor in self.parts.ema.tensors():
+                    tensor.data = _channels_last(tensor.data)
+        self._update.settle_()
+        self.watched = Watched(self._modules(), self.parts.optimizer)
+
+    def refresh(self) -> None:
+        """Send schedules that moved to the device. Steps of schedulers then know that the optimizer has stepped."""
+        self._update.refresh()
+        self.parts.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+
+    def settings(self) -> tuple:
+        return self._update.settings()
+
+    def parameters(self) -> list[Tensor]:
+        """What the optimizer steps, in its order."""
+        return [p for group in self.parts.optimizer.param_groups for p in group["params"]]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything a step writes."""
+        for module in self._modules():
+            yield from module.parameters()
+            yield from module.buffers()
+        yield from self.parameters()
+        yield from self._optimizer_state()
+        if self.parts.ema is not None:
+            yield from self.parts.ema.tensors()
+        if self.scaler is not None:
+            yield from self.scaler.tensors()
+
+    def drop_gradients_(self) -> None:
+        for parameter in (*self.parts.model.parameters(), *self.parameters()):
+            parameter.grad = None
+
+    @contextmanager
+    def gradients_kept(self) -> Iterator[None]:
+        """Gradients are afterwards what they were before."""
+        parameters = [*self.parts.model.parameters(), *self.parameters()]
+        before = [parameter.grad for parameter in parameters]
+        try:
+            yield
+        finally:
+            for parameter, grad in zip(parameters, before, strict=True):
+                parameter.grad = grad
+
+    def state_dict(self) -> dict[str, Any]:
+        parts = self.parts
+        return {
+            "model": parts.model.state_dict(),
+            "optimizer": portable_state(parts.optimizer),
+            "ema": None if parts.ema is None else parts.ema.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.parts.model.load_state_dict(state["model"])
+        load_state_(self.parts.optimizer, state["optimizer"])
+        if self.parts.ema is not None and state.get("ema") is not None:
+            self.parts.ema.load_state_dict(state["ema"])
+        if self.scaler is not None and state.get("scaler"):
+            self.scaler.load_state_dict(state["scaler"])
+
+    def _callables(self) -> tuple[Any, Loss]:
+        if self._compiled is None:
+            mode, model, loss = self.recipe.compile_mode, self.parts.model, self.parts.loss
+            if self.recipe.compile == "loss":
+                self._compiled = model, torch.compile(loss, dynamic=False, mode=mode)
+            elif self.recipe.compile == "model":
+                self._compiled = torch.compile(model, dynamic=False, mode=mode), loss
+            else:
+                self._compiled = model, loss
+        return self._compiled
+
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
+        dtype = DTYPES[self.recipe.dtype]
+        # An autocast around us keeps cast weights until it ends: old weights from the second step on. Ours are dropped
+        # too, since after a capture they lie in the graph's memory.
+        torch.clear_autocast_cache()
+        with torch.autocast(self.device.type, dtype=dtype, enabled=self.recipe.dtype != "fp32"):
+            yield
+        torch.clear_autocast_cache()
+
+    def _modules(self) -> list[nn.Module]:
+        loss = [self.parts.loss] if isinstance(self.parts.loss, nn.Module) else []
+        return [self.parts.model, *loss, *([] if self.parts.ema is None else [self.parts.ema.module])]
+
+    def _optimizer_state(self) -> list[Tensor]:
+        return [t for state in self.parts.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+
+    def _check_gradients_(self) -> None:
+        """Refuse parameters without a gradient; give gradients the strides that fused kernels compare."""
+        lacking = [p for p in self.parameters() if p.requires_grad and p.grad is None]
+        if lacking:
+            names = {id(p): name for name, p in self.parts.model.named_parameters()}
+            known = ", ".join(names.get(id(p), "one that is not the model's") for p in lacking[:3])
+            raise UsageError(
+                f"compile_step: {len(lacking)} parameters of the optimizer get no gradient from the loss ({known}): "
+                f"freeze them with requires_grad_(False), or make the optimizer from the model's present parameters"
+            )
+        for p in self.parameters():
+            if p.grad is not None and p.grad.stride() != p.stride() and _differs_in_ones(p.grad, p):
+                p.grad = p.grad.as_strided(p.shape, p.stride())
+
+
+class _Scaler:
+    """The loss scale, its growth counter and the overflow flag, on the device."""
+
+    def __init__(self, rule: ScaleRule, device: torch.device) -> None:
+        self._rule = rule
+        self.scale = torch.full((), rule.initial, dtype=torch.float32, device=device)
+        self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
+        self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
+
+    def unscale_(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Divide gradients by the scale, in place; returns a flag, 1 where one of them is not finite."""
+        self._found_inf.zero_()
+        inverse = self.scale.double().reciprocal().float()
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in parameters:
+            assert parameter.grad is not None
+            by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+        for grads in by_dtype.values():
+            torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(grads, self._found_inf, inverse)
+        return self._found_inf
+
+    def update_(self) -> None:
+        r = self._rule
+        torch.ops.aten._amp_update_scale_(
+            self.scale, self._good_steps, self._found_inf, r.growth, r.backoff, r.interval
+        )
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.scale, self._good_steps, self._found_inf
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.amp.GradScaler's; waits for the device."""
+        return {
+            "scale": self.scale.item(),
+            "growth_factor": self._rule.growth,
+            "backoff_factor": self._rule.backoff,
+            "growth_interval": self._rule.interval,
+            "_growth_tracker": int(self._good_steps.item()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale.fill_(state["scale"])
+        self._good_steps.fill_(state["_growth_tracker"])
+
+
+def _check_loss(value: Any) -> None:
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+        got = f"{type(value).__name__}" if not isinstance(value, Tensor) else f"shape {list(value.shape)}"
+        if isinstance(value, Tensor) and value.numel() == 1:
+            got = "one without a gradient"
+        raise UsageError(f"compile_step: the loss must be a scalar tensor that depends on the model, got {got}")
+
+
+def _channels_last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+
+def _differs_in_ones(a: Tensor, b: Tensor) -> bool:
+    """Strides that differ only where a dimension has one element address the same memory."""
+    return all(n == 1 or s == t for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True))

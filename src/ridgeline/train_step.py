@@ -1,0 +1,273 @@
+"""compile_step: forward, loss, backward, clip, optimizer and average of the weights, one CUDA graph, one launch a step.
+
+The graph reads and writes the caller's own tensors: parameters, buffers, optimizer state, averages. Whatever a graph
+would freeze is either on the device (learning rates, weight decays, decay of the average, step counts, loss scale) or
+part of the key under which the graph is kept (shapes, train and eval modes, momentum, addresses of the weights); a step
+whose key is new runs eagerly, by the same code, and gets its own graph when it comes again. Without a GPU every step
+runs eagerly, with the same results.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ridgeline import cudagraph
+from ridgeline.cudagraph import Captured
+from ridgeline.ema import Ema
+from ridgeline.errors import NotEngaged
+from ridgeline.obstacles import Finding, preflight
+from ridgeline.step_program import Loss, Parts, StepProgram, StepRecipe
+from ridgeline.step_state import Key, Snapshot, Structure, flatten, signature
+
+Capture = Callable[[Callable[..., Any], Sequence[Tensor]], Captured]
+
+_SEEN_KEYS = 64  # remembered to tell a key that comes again
+_EAGER_RUN = 8  # steps in a row after which eager running is worth a warning
+
+
+def compile_step(
+    model: nn.Module,
+    loss: Loss,
+    optimizer: Optimizer,
+    example_batch: Any,
+    *,
+    ema: Ema | None = None,
+    clip: float | None = None,
+    accumulate: int = 1,
+    recipe: StepRecipe | None = None,
+) -> TrainStep:
+    """The training step `loss(model, batch)`, backward, clip, `optimizer.step()`, `ema.update_(model)` as one call.
+
+    loss           a callable that returns a scalar tensor; a batch is a tensor or nested tuples, lists, dicts of them
+    example_batch  one batch of the usual shape: the step is tried on it, and captured; no state is left changed
+    clip           largest norm of all gradients together, as torch.nn.utils.clip_grad_norm_
+    accumulate     slices of the batch that go forward and backward one after the other before the optimizer steps
+    A step that cannot be captured runs eagerly, with a warning; `.report` says why. Raises NotEngaged then if the
+    recipe requires the graph, and UsageError for a loss that is no scalar or a parameter that gets no gradient.
+    """
+    recipe = recipe or StepRecipe()
+    program = StepProgram(Parts(model, loss, optimizer, ema, clip, accumulate), recipe)
+    capture = None
+    if recipe.capture and program.device.type == "cuda":
+        # one pool: the graphs of a step never run at the same time
+        capture = partial(cudagraph.capture, pool=torch.cuda.graph_pool_handle())
+    return TrainStep(program, example_batch, capture=capture)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What became of the steps so far."""
+
+    graphs: int  # kept now
+    captures: int  # made so far
+    replays: int
+    eager_steps: int
+    reason: str | None  # why steps run eagerly, or the last one did
+    findings: tuple[Finding, ...]  # lines of the step that stand in the way
+
+    def lines(self) -> list[str]:
+        engaged = f"{self.replays} steps replayed from {self.graphs} graphs, {self.eager_steps} run eagerly"
+        return [engaged, *([self.reason] if self.reason else []), *map(str, self.findings)]
+
+
+class TrainStep:
+    """Call it with a batch; it returns the loss, a tensor of its own on the device, without waiting.
+
+    Gradients are used up by the step: `.grad` is None afterwards.
+    """
+
+    def __init__(self, program: StepProgram, example_batch: Any, *, capture: Capture | None) -> None:
+        self._program = program
+        self._capture = capture
+        self._graphs: dict[Key, Captured] = {}
+        self._seen: deque[Key] = deque(maxlen=_SEEN_KEYS)
+        self._captures = self._replays = self._eager_steps = self._eager_run = 0
+        self._generation = 0
+        self._compiled = capture is not None and program.recipe.compile != "none"
+        self._reason: str | None = None
+        self.grad_norm: Tensor | None = None
+        leaves, structure = flatten(example_batch)
+        self._findings, drew_on_host = self._try(leaves, structure)
+        obstacle = self._obstacle(drew_on_host)
+        if capture is None:
+            self._disengage(None if program.recipe.capture else "the recipe has capture=False", quiet=True)
+        elif obstacle is not None:
+            self._disengage(obstacle)
+        else:
+            self._add_graph(self._key(leaves, structure), leaves, structure)
+
+    def __call__(self, batch: Any) -> Tensor:
+        """One training step."""
+        leaves, structure = flatten(batch)
+        key = self._key(leaves, structure)
+        self._program.refresh()
+        graph = self._graph(key, leaves, structure)
+        if graph is not None:
+            for buffer, leaf in zip(graph.inputs, leaves, strict=True):
+                buffer.copy_(leaf, non_blocking=True)
+            loss, norm = graph.replay()
+            self._replays += 1
+            self._eager_run = 0
+        else:
+            placed = [self._program.place(leaf) for leaf in leaves]
+            loss, norm = self._program.run(placed, structure, compiled=False)
+            self._eager_steps += 1
+        # the graph's own memory is overwritten by the next replay; what the caller keeps must not change
+        self.grad_norm = norm if norm is None or graph is None else norm.clone()
+        return loss if graph is None else loss.clone()
+
+    @property
+    def report(self) -> StepReport:
+        return StepReport(
+            len(self._graphs), self._captures, self._replays, self._eager_steps, self._reason, self._findings
+        )
+
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """The present scale of fp16 losses, a scalar on the device; None in other dtypes."""
+        return None if self._program.scaler is None else self._program.scaler.scale
+
+    def check_engaged(self) -> None:
+        """Raise NotEngaged if no step so far was replayed from a graph: the end of a run is a good place to ask."""
+        if not self._replays:
+            raise NotEngaged(
+                f"compile_step: a captured step was asked for, but none of {self._eager_steps} steps was replayed: "
+                f"{self._reason or 'each ran before its graph was made'}"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """`model`, `optimizer`, `ema` and `scaler` as a plain loop would save them, each the owner's own format."""
+        return self._program.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From `state_dict`, or from the same parts of a plain loop; in place, so graphs stay valid."""
+        self._program.load_state_dict(state)
+
+    def _key(self, leaves: Sequence[Tensor], structure: Structure) -> Key:
+        program = self._program
+        if program.watched.moved():
+            # graphs read tensors that are no longer the model's or the optimizer's
+            self._graphs.clear()
+            self._generation += 1
+            program.settle_()
+        return Key(signature(leaves, structure), program.watched.modes(), program.settings(), self._generation)
+
+    def _graph(self, key: Key, leaves: Sequence[Tensor], structure: Structure) -> Captured | None:
+        """The graph for this step; one is made for a key that comes the second time, or at once where required."""
+        graph = self._graphs.get(key)
+        if graph is not None or self._capture is None:
+            return graph
+        again = key in self._seen
+        last = self._seen[-1] if self._seen else key
+        self._seen.append(key)
+        if again or self._program.recipe.require:
+            if len(self._graphs) < self._program.recipe.max_graphs:
+                return self._add_graph(key, leaves, structure)
+            self._explain(
+                f"batches come in more than {self._program.recipe.max_graphs} shapes, modes or settings: pad them to "
+                f"a few, use drop_last=True, or raise max_graphs"
+            )
+        self._eager_run += 1
+        if self._eager_run == _EAGER_RUN:
+            self._explain(f"{_EAGER_RUN} steps in a row ran eagerly, because {last.changed(key)} differed each time")
+        return None
+
+    def _add_graph(self, key: Key, leaves: Sequence[Tensor], structure: Structure) -> Captured | None:
+        assert self._capture is not None
+        placed = [self._program.place(leaf) for leaf in leaves]
+        self._program.refresh()
+        try:
+            graph = self._captured(placed, structure)
+        except NotEngaged as error:
+            if self._program.recipe.require:
+                raise
+            self._disengage(str(error))
+            return None
+        self._graphs[key] = graph
+        self._captures += 1
+        return graph
+
+    def _captured(self, leaves: Sequence[Tensor], structure: Structure) -> Captured:
+        """Capture, compiled if that is asked for and possible; leaves all state as it was."""
+        assert self._capture is not None
+        program = self._program
+        snapshot = Snapshot(program.tensors(), program.device)
+        try:
+            if self._compiled:
+                try:
+                    return self._capture(partial(_run, program, structure, True), leaves)
+                except RuntimeError as error:
+                    if not _is_compile_error(error):
+                        raise
+                    self._compiled = False
+                    first_line = str(error).strip().partition("\n")[0]
+                    self._explain(f"torch.compile refused the step, which is captured without it ({first_line})")
+                    snapshot.restore_()
+            return self._capture(partial(_run, program, structure, False), leaves)
+        finally:
+            snapshot.restore_()
+            program.drop_gradients_()
+
+    def _try(self, leaves: Sequence[Tensor], structure: Structure) -> tuple[tuple[Finding, ...], str | None]:
+        """Forward and backward once, watched: findings, and the host's generator that was drawn from, if one was.
+
+        Leaves all state as it was.
+        """
+        program = self._program
+        placed = [program.place(leaf) for leaf in leaves]
+        snapshot = Snapshot(program.tensors(), program.device)
+        step = partial(program.accumulate_, placed, structure, compiled=False)
+        with program.gradients_kept():
+            try:
+                findings = preflight(step, device=program.device)
+                return tuple(findings), snapshot.drew_on_host()
+            finally:
+                snapshot.restore_()
+
+    def _obstacle(self, drew_on_host: str | None) -> str | None:
+        """Why this step cannot be captured, as far as is known without trying."""
+        if self._program.refusal is not None:
+            return self._program.refusal
+        breaking = [finding for finding in self._findings if finding.breaks]
+        if breaking:
+            more = f" (and {len(breaking) - 1} more in step.report.findings)" if len(breaking) > 1 else ""
+            return f"{breaking[0]}{more}"
+        if drew_on_host is not None:
+            return (
+                f"the step draws numbers from {drew_on_host}, which a graph would repeat for ever: draw them on "
+                f"the device, or pass them in with the batch"
+            )
+        return None
+
+    def _disengage(self, reason: str | None, *, quiet: bool = False) -> None:
+        """Capture nothing from now on."""
+        self._capture = None
+        if reason is None:
+            reason = f"the model is on the {self._program.device.type}, and only a GPU has CUDA graphs"
+        which = "steps without a graph run" if self._graphs else "every step runs"
+        self._explain(f"{which} eagerly: {reason}", quiet=quiet)
+
+    def _explain(self, reason: str, *, quiet: bool = False) -> None:
+        if self._program.recipe.require:
+            raise NotEngaged(f"compile_step: {reason}")
+        self._reason = reason
+        if not quiet:
+            warnings.warn(f"compile_step: {reason}", RuntimeWarning, stacklevel=4)
+
+
+def _run(program: StepProgram, structure: Structure, compiled: bool, *leaves: Tensor) -> tuple[Tensor, Tensor | None]:
+    return program.run(leaves, structure, compiled=compiled)
+
+
+def _is_compile_error(error: RuntimeError) -> bool:
+    """By name: importing torch._dynamo for its exceptions would cost those seconds who never compile."""
+    return any(kind.__module__ == "torch._dynamo.exc" for kind in type(error).__mro__)

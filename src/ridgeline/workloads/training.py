@@ -1,0 +1,355 @@
+"""Train a DDPM: the loop around one step, with averaged weights, a log, samples, and checkpoints that survive a kill.
+
+A run resumed from a checkpoint takes the steps that it would have taken: weights, moments, averages, random generators
+and the loader's position are restored, and everything else is a function of the number of steps done. On a CPU the
+losses are equal bit for bit; on a GPU as far as its kernels repeat themselves (some sum with atomics).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ridgeline.ema import Ema
+from ridgeline.errors import EnvironmentUnusable, UsageError
+from ridgeline.models.ddpm_unet import UNet
+from ridgeline.workloads.checkpoint import (
+    load_latest,
+    load_optimizer_,
+    random_state,
+    save_checkpoint,
+    seed_,
+    set_random_state_,
+)
+from ridgeline.workloads.diffusion import Schedule, sample_timesteps, training_loss
+from ridgeline.workloads.image_sets import Images, load_images
+from ridgeline.workloads.loader import Batches, Position, to_model_range
+from ridgeline.workloads.run_log import Line, RunLog
+from ridgeline.workloads.sampling import SCHEDULES, channels_last, sample, write_grid
+from ridgeline.workloads.settings import FILE, Settings, write_settings
+
+_log = logging.getLogger(__name__)
+
+LOG = "log.jsonl"
+GRID_IMAGES = 16
+VALIDATION_BATCH = 128  # its own constant: the noise of an image depends on it, and must not on the training batch
+VALIDATION_SEED = 20_240
+
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Step(Protocol):
+    """One training step: takes a batch, updates weights and averages, returns the loss as a device scalar.
+
+    It may have an attribute `grad_norm`, the norm before clipping as a device scalar, which is then logged.
+    """
+
+    def __call__(self, batch: Tensor, /) -> Tensor: ...
+
+
+@dataclass(frozen=True, eq=False)
+class StepParts:
+    """What a step is made of. `loss(model, batch)` draws its own noise, from torch's default generators."""
+
+    model: nn.Module
+    loss: Loss
+    optimizer: torch.optim.Optimizer
+    ema: Ema
+    clip: float
+    example_batch: Tensor  # shape, dtype, device and layout of every batch
+
+
+@dataclass(frozen=True)
+class Result:
+    """Where a run stands. `val_loss` is that of the averaged weights, where the run ended on a validation."""
+
+    step: int
+    checkpoint: Path | None
+    loss: float | None
+    val_loss: float | None
+
+
+class EagerStep:
+    """Forward, loss, backward, clip, optimizer, average: one kernel after another, no wait for the device."""
+
+    def __init__(self, parts: StepParts) -> None:
+        self._parts = parts
+        self.grad_norm: Tensor | None = None
+
+    def __call__(self, batch: Tensor, /) -> Tensor:
+        parts = self._parts
+        loss = parts.loss(parts.model, batch)
+        loss.backward()
+        self.grad_norm = nn.utils.clip_grad_norm_(parts.model.parameters(), parts.clip)
+        parts.optimizer.step()
+        parts.optimizer.zero_grad(set_to_none=True)
+        parts.ema.update_(parts.model)
+        return loss.detach()
+
+
+def train(
+    settings: Settings,
+    folder: Path,
+    *,
+    resume: bool = False,
+    device: torch.device | str = "auto",
+    report: Callable[[Line], None] = lambda _: None,
+    make_step: Callable[[StepParts], Step] = EagerStep,
+) -> Result:
+    """Train in `folder`: settings.json, log.jsonl, checkpoints and samples/. Seeds the global random generators.
+
+    `resume` goes on from the newest checkpoint that can be read, or begins where there is none. `report` is called
+    with the last step's line whenever the log is read. At SIGINT the run is saved and KeyboardInterrupt raised; at a
+    second one, at once. Raises UsageError, EnvironmentUnusable, and VerificationFailed when the loss is not finite.
+    """
+    place = choose_device(device)
+    _prepare(folder, resume)
+    images = load_images(settings.data, split="train", size=settings.size, skip_bad=settings.skip_bad)
+    held_out = None
+    if settings.val is not None:
+        held_out = load_images(settings.val, split="test", size=settings.size, skip_bad=settings.skip_bad)
+        if held_out.shape[1:] != images.shape[1:]:
+            raise UsageError(
+                f"train: images of --val have shape {list(held_out.shape[1:])}, those of --data "
+                f"{list(images.shape[1:])}: pass --size, or another set"
+            )
+    run = _Run(settings, folder, images, held_out, place)
+    if resume:
+        run.restore()
+    write_settings(folder, settings)
+    return run.go(make_step, report)
+
+
+def choose_device(name: torch.device | str) -> torch.device:
+    """The device of "auto" (the GPU when there is one), "cpu" or "cuda"; EnvironmentUnusable for a GPU that is not."""
+    if str(name) == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if str(name).startswith("cuda") and not torch.cuda.is_available():
+        raise EnvironmentUnusable(
+            f"--device {name}: torch sees no CUDA GPU; use --device cpu, or run `ridgeline doctor`"
+        )
+    return torch.device(name)
+
+
+def ddpm_loss(schedule: Schedule, dtype: str | None) -> Loss:
+    """The training loss of a model on clean images, at random time steps and noise; `dtype` as in `Settings`."""
+
+    def loss(model: nn.Module, x0: Tensor) -> Tensor:
+        t = sample_timesteps(x0.shape[0], schedule)
+        eps = torch.randn_like(x0)
+        with autocast(x0.device, dtype):
+            return training_loss(model, x0, t, eps, schedule)
+
+    return loss
+
+
+def autocast(device: torch.device, dtype: str | None) -> torch.autocast:
+    enabled = dtype == "bf16" or (dtype is None and device.type == "cuda")
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module, images: Images, schedule: Schedule, dtype: str | None) -> float:
+    """The training loss over held-out images, each at the same noise and time step on every call and every device.
+
+    The model is put into eval mode for it. Waits for the device once.
+    """
+    device = schedule.beta.device
+    generator = torch.Generator().manual_seed(VALIDATION_SEED)
+    total = torch.zeros((), device=device)
+    was_training = model.training
+    model.eval()
+    for start in range(0, len(images), VALIDATION_BATCH):
+        pixels = torch.from_numpy(images[start : start + VALIDATION_BATCH].copy()).to(device)
+        x0 = to_model_range(pixels, torch.zeros(len(pixels), dtype=torch.bool, device=device))
+        t = torch.randint(schedule.steps, (len(x0),), generator=generator).to(device)
+        eps = torch.randn(x0.shape, generator=generator).to(device, memory_format=torch.channels_last)
+        with autocast(device, dtype):
+            total += training_loss(model, x0, t, eps, schedule) * len(x0)
+    model.train(was_training)
+    return total.item() / len(images)
+
+
+class _Run:
+    """Everything that changes from step to step."""
+
+    def __init__(
+        self, settings: Settings, folder: Path, images: Images, held_out: Images | None, device: torch.device
+    ) -> None:
+        self.settings, self.folder, self.images, self.held_out, self.device = settings, folder, images, held_out, device
+        seed_(settings.seed)
+        self.network = settings.network(images.shape)
+        self.model = channels_last(UNet(self.network).to(device))
+        self.schedule = SCHEDULES[settings.schedule]().to(device)
+        self.ema = Ema(self.model, settings.ema_decay)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay, fused=True
+        )
+        self.batches = Batches(images, settings.batch, seed=settings.seed, device=device, flip=settings.flip)
+        self.done = 0
+        self.checkpoint: Path | None = None
+        self._random: dict[str, Any] | None = None  # to be put back when nothing but steps draws numbers any more
+        self._val_loss: float | None = None
+
+    def restore(self) -> None:
+        found = load_latest(self.folder)
+        if found is None:
+            _log.info("'%s' has no checkpoint yet: the run begins at step 0", self.folder)
+            return
+        path, state = found
+        if tuple(state.get("images", ())) != self.images.shape:
+            raise UsageError(
+                f"checkpoint '{path}' was trained on images of shape {state.get('images')}, and --data has "
+                f"{list(self.images.shape)}: give the same set"
+            )
+        try:
+            self.model.load_state_dict(state["model"])
+            self.ema.load_state_dict(state["ema"])
+            load_optimizer_(self.optimizer, state["optimizer"])
+            self.batches.position = Position(*state["position"])
+            set_random_state_(state["random"], self.device)
+            self._random, self.done, self.checkpoint = state["random"], state["step"], path
+        # what loading raises when a field is absent, of another type or of another size
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UsageError(f"checkpoint '{path}' does not fit this run ({reason}): use another --out") from error
+
+    def go(self, make_step: Callable[[StepParts], Step], report: Callable[[Line], None]) -> Result:
+        settings = self.settings
+        step = make_step(self._parts())
+        scheduler = self._scheduler()
+        log = self._open_log()
+        line: Line | None = None
+        self.model.train()
+        with contextlib.closing(log), _interruptible() as interrupted:
+            # last of all, because building a step may draw numbers
+            if self._random is not None:
+                set_random_state_(self._random, self.device)
+            while self.done < settings.steps:
+                lr = settings.lr * settings.lr_factor(self.done)
+                loss = step(next(self.batches))
+                scheduler.step()
+                self.done += 1
+                log.record(self.done, loss, lr, images=settings.batch, grad_norm=getattr(step, "grad_norm", None))
+                if self._is_due(settings.log_every):
+                    line = log.flush()
+                    assert line is not None  # a step was just recorded
+                    report(line)
+                if self._is_due(settings.val_every) and self.held_out is not None:
+                    self._validate(log, self.held_out)
+                if self._is_due(settings.sample_every):
+                    self._draw(log)
+                stopping = interrupted() and not self._is_last
+                if self._is_due(settings.save_every) or stopping:
+                    line = log.flush() or line
+                    self._save(log)
+                if stopping:
+                    _log.warning(
+                        "interrupted at step %d, saved as '%s': go on with --resume", self.done, self.checkpoint
+                    )
+                    raise KeyboardInterrupt
+        return Result(self.done, self.checkpoint, None if line is None else line.loss, self._val_loss)
+
+    @property
+    def _is_last(self) -> bool:
+        return self.done == self.settings.steps
+
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and (self.done % every == 0 or self._is_last)
+
+    def _parts(self) -> StepParts:
+        channels, side = self.network.in_channels, self.network.image_size
+        example = torch.zeros(self.settings.batch, channels, side, side, device=self.device)
+        return StepParts(
+            self.model,
+            ddpm_loss(self.schedule, self.settings.dtype),
+            self.optimizer,
+            self.ema,
+            self.settings.clip,
+            example.contiguous(memory_format=torch.channels_last),
+        )
+
+    def _scheduler(self) -> torch.optim.lr_scheduler.LRScheduler:
+        for group in self.optimizer.param_groups:
+            group["initial_lr"] = self.settings.lr
+        return torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.settings.lr_factor, last_epoch=self.done - 1)
+
+    def _open_log(self) -> RunLog:
+        board = self.folder / "tensorboard" if self.settings.tensorboard else None
+        return RunLog(
+            self.folder / LOG, device=self.device, every=self.settings.log_every, keep=self.done, tensorboard=board
+        )
+
+    def _validate(self, log: RunLog, images: Images) -> None:
+        log.flush()
+        choices = images, self.schedule, self.settings.dtype
+        self._val_loss = validation_loss(self.ema.module, *choices)
+        log.write(self.done, val_loss=self._val_loss, val_loss_without_ema=validation_loss(self.model, *choices))
+        log.restart_clock()
+
+    def _draw(self, log: RunLog) -> None:
+        log.flush()
+        generator = torch.Generator(self.device).manual_seed(self.settings.seed)
+        side, channels = self.network.image_size, self.network.in_channels
+        with autocast(self.device, self.settings.dtype):
+            images = sample(self.ema.module, self.schedule, (GRID_IMAGES, channels, side, side), generator=generator)
+        write_grid(self.folder / "samples" / f"step-{self.done:08d}.png", images.cpu().numpy())
+        log.restart_clock()
+
+    def _save(self, log: RunLog) -> None:
+        log.sync()
+        position = self.batches.position
+        state = {
+            "model": self.model.state_dict(),
+            "ema": self.ema.state_dict(),
+            "optimizer": self.optimizer.state_dict()["state"],
+            "position": (position.epoch, position.index),
+            "random": random_state(self.device),
+            "network": asdict(self.network),
+            "schedule": self.settings.schedule,
+            "settings": asdict(self.settings),
+            "images": self.images.shape,
+        }
+        self.checkpoint = save_checkpoint(self.folder, self.done, state)
+        log.restart_clock()
+
+
+def _prepare(folder: Path, resume: bool) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"folder '{folder}' cannot be made ({error.strerror}): choose another with --out") from error
+    if not resume and any((folder / name).exists() for name in (FILE, LOG)):
+        raise UsageError(f"folder '{folder}' holds a run already: go on with --resume, or choose another with --out")
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Whether SIGINT has come, so that a step is never cut in two; a second SIGINT interrupts at once.
+
+    Outside the main thread, which alone may handle signals, it never has.
+    """
+    has_come = False
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+
+    def handle(_number: int, _frame: object) -> None:
+        nonlocal has_come
+        has_come = True
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield lambda: has_come
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,181 @@
+"""What only a GPU can show: graphed steps equal eager ones, without a wait, beside a pinning loader."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from ridgeline import cudagraph
+from ridgeline.ema import Ema
+from ridgeline.step_program import StepRecipe
+from ridgeline.train_step import compile_step
+from steps import OPTIMIZERS, assert_close, batches, loss, net, stepped
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 200
+
+
+@pytest.fixture(autouse=True)
+def repeatable():
+    """Algorithms that give the same bits every time, so that a graph can be told from the loop it was made of."""
+    flags = torch.backends.cudnn
+    before = flags.deterministic, flags.benchmark, flags.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    flags.deterministic, flags.benchmark, flags.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = True, *[False] * 3
+    yield
+    flags.deterministic, flags.benchmark, flags.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def both(make, data, **options):
+    """The same training eagerly and captured; dropout's random numbers are the same too."""
+    runs = []
+    for capture in (None, cudagraph.capture):
+        model = net().cuda()
+        optimizer = make(model)
+        schedule = CosineAnnealingLR(optimizer, len(data))
+        torch.cuda.manual_seed(7)
+        runs.append(stepped(model, optimizer, data, ema_decay=0.99, schedule=schedule, capture=capture, **options))
+    (eager, _), (graphed, step) = runs
+    assert step.report.replays == len(data)
+    assert graphed.model.norm.num_batches_tracked == len(data) * options.get("accumulate", 1)
+    return graphed, eager
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_two_hundred_steps_equal_eager_ones(name):
+    assert_close(*both(OPTIMIZERS[name], batches(STEPS, rows=16, device="cuda"), clip=0.5), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_low_precision_and_accumulation(dtype):
+    data = batches(STEPS, rows=16, device="cuda")
+    graphed, eager = both(OPTIMIZERS["adamw"], data, dtype=dtype, accumulate=4, clip=1.0, channels_last=True)
+    assert_close(graphed, eager, rtol=1e-2, atol=1e-3)
+
+
+def test_compiled_steps_learn_the_same():
+    data = batches(50, rows=16, device="cuda")
+    losses = []
+    for recipe in (
+        StepRecipe(dtype="fp32", capture=False),
+        StepRecipe(dtype="fp32", require=True),
+        StepRecipe(dtype="fp32", compile="model", require=True),
+    ):
+        model = net(dropout=0.0).cuda()
+        step = compile_step(model, loss, AdamW(model.parameters(), lr=1e-3), data[0], recipe=recipe)
+        losses.append(torch.stack([step(batch) for batch in data]))
+        if recipe.capture:
+            step.check_engaged()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(losses[2], losses[0], rtol=1e-2, atol=1e-3)
+
+
+def captured_step(**options):
+    model = net().cuda()
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    recipe = StepRecipe(compile="none", require=True, **options)
+    example = batches(1, rows=16, device="cuda")[0]
+    step = compile_step(model, loss, optimizer, example, ema=Ema(model), clip=1.0, recipe=recipe)
+    return model, optimizer, step
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_no_step_waits_for_the_device(dtype):
+    _, optimizer, step = captured_step(dtype=dtype)
+    schedule = CosineAnnealingLR(optimizer, 20)
+    data = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches(8, rows=16)]
+    total = torch.zeros((), device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in data:
+            total += step(batch)
+            schedule.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert total.isfinite()
+    assert step.report.replays == 8
+
+
+def test_one_graph_launch_a_step():
+    _, _, step = captured_step()
+    batch = batches(1, rows=16, device="cuda")[0]
+    step(batch)
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(5):
+            step(batch)
+        torch.cuda.synchronize()
+    calls = [event.name for event in profile.events()]
+    assert calls.count("cudaGraphLaunch") == 5
+    # beside it: two inputs in, loss and norm out, and PyTorch's seed and offset of the random numbers
+    assert sum(name.startswith(("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync")) for name in calls) <= 5 * 6
+    assert calls.count("cudaStreamSynchronize") == 0
+
+
+def test_trap_19_capture_leaves_no_trace():
+    model = net().cuda()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    before = copy.deepcopy(model.state_dict())
+    torch.cuda.manual_seed(3)
+    random = torch.cuda.get_rng_state()
+    compile_step(model, loss, optimizer, batches(1, device="cuda")[0], recipe=StepRecipe(require=True))
+    assert torch.equal(torch.cuda.get_rng_state(), random)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(not tensor.any() for state in optimizer.state.values() for tensor in state.values())
+
+
+def test_trap_20_capture_beside_a_pinning_loader():
+    images, labels = torch.randn(512, 3, 6, 6), torch.randint(5, (512,))
+    loader = DataLoader(TensorDataset(images, labels), batch_size=16, num_workers=2, pin_memory=True)
+    endless = itertools.chain.from_iterable(itertools.repeat(loader))
+    for _ in range(20):
+        image, label = next(endless)
+        model = net().cuda()
+        recipe = StepRecipe(compile="none", require=True)
+        step = compile_step(model, loss, AdamW(model.parameters()), {"image": image, "label": label}, recipe=recipe)
+        for image, label in itertools.islice(endless, 3):
+            step({"image": image, "label": label})
+        assert step.report.replays == 3
+
+
+def test_trap_23_replaced_weights_are_followed_on_the_device():
+    model, _, step = captured_step()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    before = model.conv.weight.detach().clone()
+    batch = batches(1, rows=16, device="cuda")[0]
+    step(batch)
+    step(batch)
+    assert not torch.equal(model.conv.weight, before)
+    assert step.report.captures == 2
+
+
+def test_a_host_random_number_is_refused():
+    def noisy(model, batch):
+        return loss(model, batch) * (1 + torch.rand(()).item() * 0)
+
+    model = net().cuda()
+    with pytest.warns(RuntimeWarning, match="torch's CPU generator"):
+        compile_step(model, noisy, AdamW(model.parameters()), batches(1, device="cuda")[0])
+
+
+def test_a_resnet_of_someone_elses():
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("resnet18", num_classes=10).cuda()
+    optimizer = SGD(model.parameters(), lr=0.02, momentum=0.9)
+    x, y = torch.randn(32, 3, 64, 64, device="cuda"), torch.randint(10, (32,), device="cuda")
+    recipe = StepRecipe(channels_last=True, require=True)
+
+    def classify(model, batch):
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    step = compile_step(model, classify, optimizer, (x, y), recipe=recipe)
+    losses = [step((x, y)) for _ in range(20)]
+    assert losses[-1] < losses[0]
+    step.check_engaged()

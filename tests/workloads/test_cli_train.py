@@ -1,0 +1,114 @@
+"""The verbs `train ddpm` and `sample`: options reach the library, results go to stdout, progress to stderr."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from image_set_files import pictures
+
+from ridgeline import cli_train
+from ridgeline.errors import UsageError
+from ridgeline.workloads import training
+from ridgeline.workloads.run_log import Line
+from ridgeline.workloads.settings import DTYPES, PRESETS, Settings
+
+
+def run(*argv: str) -> int:
+    arguments = parser().parse_args(argv)
+    return arguments.run(arguments)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ridgeline")
+    cli_train.add_commands(parser.add_subparsers(dest="verb"))
+    return parser
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RIDGELINE_CACHE_DIR", str(tmp_path / "cache"))
+    np.savez("x.npz", pictures(8))
+
+
+def test_training_then_sampling(capsys):
+    options = ("--preset", "tiny", "--batch", "2", "--log-every", "2", "--save-every", "2", "--sample-every", "0")
+    assert run("train", "ddpm", "--data", "x.npz", "--out", "run", "--steps", "4", "--device", "cpu", *options) == 0
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert (result["step"], result["checkpoint"], result["val_loss"]) == (4, "run/step-00000004.pt", None)
+    assert captured.err.splitlines()[1].startswith("step 4/4 loss ")
+    assert run("train", "ddpm", "--out", "run", "--resume", "--steps", "6", "--device", "cpu") == 0
+    assert json.loads(capsys.readouterr().out)["checkpoint"] == "run/step-00000006.pt"
+    sampling = ("sample", "--checkpoint", "run/step-00000006.pt", "--n", "4", "--steps", "2", "--device", "cpu")
+    assert run(*sampling, "--out", "grid.png") == 0
+    assert capsys.readouterr().out == "grid.png\n"
+    assert cv2.imread("grid.png").shape == (17, 17, 3)
+
+
+def test_every_setting_has_an_option_and_unset_options_are_not_given():
+    arguments = vars(parser().parse_args(["train", "ddpm", "--out", "run"]))
+    names = {field.name for field in fields(Settings)}
+    assert names == set(arguments) - cli_train.NOT_SETTINGS
+    assert all(arguments[name] is None for name in names)
+
+
+def test_choices_are_those_of_the_library():
+    arguments = ["train", "ddpm", "--out", "run"]
+    for option, names in (("--preset", PRESETS), ("--dtype", DTYPES)):
+        for name in names:
+            parser().parse_args([*arguments, option, name])
+        with pytest.raises(SystemExit):
+            parser().parse_args([*arguments, option, "other"])
+
+
+def test_flags_reach_the_settings(monkeypatch, capsys):
+    seen = []
+    result = training.Result(3, None, None, None)
+    monkeypatch.setattr(training, "train", lambda settings, out, **rest: seen.append(settings) or result)
+    flags = ("--skip-bad", "--no-flip", "--tensorboard", "--ema-decay", "0.5", "--weight-decay", "0.1")
+    run("train", "ddpm", "--data", "x.npz", "--out", "run", "--steps", "3", *flags)
+    assert seen == [Settings("x.npz", 3, skip_bad=True, flip=False, tensorboard=True, ema_decay=0.5, weight_decay=0.1)]
+
+
+def test_refusals_are_the_librarys():
+    with pytest.raises(UsageError, match="--data is needed"):
+        run("train", "ddpm", "--out", "run", "--steps", "3")
+    with pytest.raises(UsageError, match=r"'x\.pt' does not exist"):
+        run("sample", "--checkpoint", "x.pt")
+
+
+def test_a_terminal_gets_a_bar(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with cli_train._progress(10) as report:
+        report(Line(10, 0.25, 1e-4, 1.0, 1234.5))
+    shown = capsys.readouterr().err
+    assert "10/10" in shown and "loss 0.2500 lr 1.00e-04 1234 images/s" in shown
+
+
+def test_nothing_heavy_is_loaded_before_a_verb_runs():
+    code = "import sys, ridgeline.cli_train; print(*{name.partition('.')[0] for name in sys.modules})"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "ridgeline" in loaded
+    assert not {"torch", "numpy", "cv2", "rich"} & set(loaded)
+
+
+def test_sigint_leaves_a_run_that_can_be_resumed(monkeypatch):
+    def interrupt(line):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(cli_train, "_numbers", interrupt)
+    torch.manual_seed(0)
+    options = ("--preset", "tiny", "--batch", "2", "--log-every", "1", "--device", "cpu")
+    with pytest.raises(KeyboardInterrupt):
+        run("train", "ddpm", "--data", "x.npz", "--out", "run", "--steps", "4", *options)
+    assert Path("run/step-00000001.pt").exists()
