@@ -139,14 +139,13 @@ def test_a_loaded_module_needs_no_weights_to_watch(written, tmp_path):
         loaded(X.clone().requires_grad_(True))
 
 
-def test_tuned_configs_are_stored_and_missed(tmp_path, monkeypatch):
+def test_tuned_configs_come_along(tmp_path, monkeypatch):
     compiled = compiler.compile(small(), X, FP32)
     hashes = compiler.source_hashes()
     row = tuned.Row(
         "conv2d_act", hashes["conv2d_act"], "NVIDIA H200", "fp32", "some problem", {"block_m": 16}, 1e-6, None,
         torch="2", triton="3", driver="5", tried={"16": 1e-6},
     )  # fmt: skip
-    known = tuned.TunedTable({("fp32", "some problem"): row})
     monkeypatch.setattr(saved, "gpu_of", lambda _: "NVIDIA H200")
     monkeypatch.setattr(
         tuned.TunedTable, "row", lambda self, dtype, key: row if dtype == "fp32" and "x" in key else None
@@ -155,11 +154,14 @@ def test_tuned_configs_are_stored_and_missed(tmp_path, monkeypatch):
     monkeypatch.undo()
     rows = saved.read(tmp_path / "net", torch.device("cpu")).tuned
     assert rows == (row,)
-    monkeypatch.setattr(saved, "load", lambda *_: tuned.TunedTable({}))
-    assert saved.untuned(rows, "NVIDIA H200") == rows
-    assert saved.untuned(rows, "NVIDIA L4") == () == saved.untuned((replace(row, source_hash="0" * 12),), "NVIDIA H200")
-    monkeypatch.setattr(saved, "load", lambda *_: known)
-    assert saved.untuned(rows, "NVIDIA H200") == ()
+    asked = ("conv2d_act", "NVIDIA H200", "fp32", "some problem")
+    assert tuned.lookup(*asked, source_hash=row.source_hash) is None
+    with tuned.using(rows):
+        assert tuned.lookup(*asked, source_hash=row.source_hash) == {"block_m": 16}
+        assert tuned.lookup(*asked, source_hash="0" * 12) is None
+        table = tuned.TunedTable({("fp32", "some problem"): replace(row, config={"block_m": 32})})
+        assert tuned.lookup(*asked, source_hash=row.source_hash, table=table) == {"block_m": 32}
+    assert tuned.lookup(*asked, source_hash=row.source_hash) is None
 
 
 # Writing

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,8 +23,6 @@ from ridgeline.rewrites import PIPELINE
 from ridgeline.runner import Runner, make_runner, no_autocast
 from ridgeline.verifier import Agreement, agree
 from ridgeline.watch import watch
-
-_log = logging.getLogger(__name__)
 
 Lowered = tuple[fx.GraphModule, GraphReport]
 
@@ -128,7 +125,7 @@ def compile(  # noqa: A001 - the verb's name, always used as ridgeline.compile
     if verify:
         compiled.verdict = agree(module, examples, out, recipe)
         if not compiled.verdict.passed:
-            raise VerificationFailed(f"compile: {compiled.verdict.reason}; {_blame(module, examples, recipe)}")
+            raise VerificationFailed(f"compile: {compiled.verdict.reason}; {blame(module, examples, recipe)}")
     return compiled
 
 
@@ -146,17 +143,12 @@ def load(path: str | Path, *, device: str | torch.device | None = None) -> Compi
     with torch.inference_mode(mode=False), torch.no_grad():
         contents = saved.read(Path(path), device)
         compiled = Compiled(contents.recipe, verdict=contents.verdict)
-        for graph_module, report in contents.graphs:
-            examples = saved.examples(report, device)
-            key = _signature([cast(tensor, contents.recipe.torch_dtype) for tensor in examples])
-            compiled._lowered.setdefault(key, (graph_module, report))
-            compiled._runner(examples)
-    untuned = saved.untuned(contents.tuned, torch.cuda.get_device_name(device)) if device.type == "cuda" else ()
-    if untuned:
-        _log.warning(
-            "%s: %d kernels were tuned where the file was written and are not here, they take their defaults: run "
-            "`ridgeline tune`, or copy the other machine's tables (`ridgeline cache export`)", path, len(untuned)
-        )  # fmt: skip
+        with tuned.using(contents.tuned):
+            for graph_module, report in contents.graphs:
+                examples = saved.examples(report, device)
+                key = _signature([cast(tensor, contents.recipe.torch_dtype) for tensor in examples])
+                compiled._lowered.setdefault(key, (graph_module, report))
+                compiled._runner(examples)
     return compiled
 
 
@@ -174,10 +166,14 @@ def tune(
     A second run tunes nothing. Raises EnvironmentUnusable when the inputs are on no GPU.
     """
     examples = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    graph_module, _ = lower(module, examples, recipe or Recipe())
+    recipe = recipe or Recipe()
     problems: dict[Op, list[dict[str, Any]]] = defaultdict(list)
-    for op, arguments in tuning.problems_of(graph_module):
-        problems[op].append(arguments)
+    # a chain is used only where it was seen to be faster than its parts, so both are measured
+    apart = replace(recipe, rewrites=tuple(name for name in recipe.rewrites if name != "fuse_conv_chain"))
+    for fused in dict.fromkeys((recipe, apart)):
+        graph_module, _ = lower(module, examples, fused, explore=True)
+        for op, arguments in tuning.problems_of(graph_module):
+            problems[op].append(arguments)
     rows: list[tuned.Row] = []
     for op, asked in problems.items():
         rows += tuning.tune(op, asked, budget_s=budget_s, force=force, progress=progress)
@@ -204,7 +200,7 @@ def _signature(inputs: Sequence[Tensor]) -> tuple:
     )
 
 
-def _blame(module: nn.Module, inputs: Sequence[Tensor], recipe: Recipe) -> str:
+def blame(module: nn.Module, inputs: Sequence[Tensor], recipe: Recipe) -> str:
     """Which rewrite breaks the limit first, found by running ever longer prefixes of the pipeline."""
     names = tuple(rewrite.name for rewrite in PIPELINE if rewrite.name in recipe.rewrites)
     for count in range(len(names) + 1):

@@ -13,17 +13,24 @@ from ridgeline.errors import NotEngaged
 from ridgeline.graph import export, memory, mutated, origin, repair_layout
 from ridgeline.kernels import BY_OVERLOAD
 from ridgeline.recipe import Recipe
-from ridgeline.rewrites import PIPELINE
+from ridgeline.rewrites import PIPELINE, round_weights
 
 _PDL_CAPABILITY = (9, 0)
 
 
-def lower(module: nn.Module, inputs: Sequence[Tensor], recipe: Recipe) -> tuple[fx.GraphModule, GraphReport]:
-    """The module as a graph of fused kernels in the recipe's dtype, not yet captured; `module` is untouched."""
-    return lower_prepared(_prepared(module, recipe.torch_dtype), inputs, recipe)
+def lower(
+    module: nn.Module, inputs: Sequence[Tensor], recipe: Recipe, *, explore: bool = False
+) -> tuple[fx.GraphModule, GraphReport]:
+    """The module as a graph of fused kernels in the recipe's dtype, not yet captured; `module` is untouched.
+
+    `explore` makes every fusion that may pay, also where measured times speak against it: what `tune` measures.
+    """
+    return lower_prepared(_prepared(module, recipe.torch_dtype), inputs, recipe, explore=explore)
 
 
-def lower_prepared(module: nn.Module, inputs: Sequence[Tensor], recipe: Recipe) -> tuple[fx.GraphModule, GraphReport]:
+def lower_prepared(
+    module: nn.Module, inputs: Sequence[Tensor], recipe: Recipe, *, explore: bool = False
+) -> tuple[fx.GraphModule, GraphReport]:
     """The same for a module whose weights already have the dtype and layout they are to run in.
 
     Raises NotEngaged where the module cannot be exported, or writes to its inputs or to a state of its own.
@@ -31,16 +38,19 @@ def lower_prepared(module: nn.Module, inputs: Sequence[Tensor], recipe: Recipe) 
     cast_inputs = [cast(tensor, recipe.torch_dtype) for tensor in inputs]
     graph_module = export(module, cast_inputs)
     _refuse_writes(graph_module, type(module).__name__)
+    # what a rewrite may need to know beside the graph
+    graph_module.meta.update(precision=recipe.precision, explore=explore)
     sites = [(r.name, r.apply(graph_module)) for r in PIPELINE if r.name in recipe.rewrites]
     choose_(graph_module, recipe, inputs[0].device)
+    if inputs[0].is_cuda:
+        round_weights.apply(graph_module)
     repair_layout(graph_module, BY_OVERLOAD)
     return graph_module, describe(graph_module, sites, cast_inputs)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Floating inputs in the recipe's dtype, images channels-last."""
-    tensor = tensor.to(dtype) if tensor.is_floating_point() else tensor
-    return channels_last(tensor)
+    return channels_last(tensor.to(dtype)) if tensor.is_floating_point() else tensor
 
 
 def channels_last(tensor: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor, fx
 from ridgeline.compile_report import GraphReport, InputSpec
 from ridgeline.errors import EnvironmentUnusable, UsageError
 from ridgeline.graph_format import from_data, to_data
-from ridgeline.kernels import ALL, BY_OVERLOAD
+from ridgeline.kernels import BY_OVERLOAD
 from ridgeline.launches import arguments_of, kernel_calls, planned
 from ridgeline.lowering import cast, choose_
 from ridgeline.plain import from_plain, to_plain
@@ -110,13 +110,6 @@ def read(path: Path, device: torch.device) -> Contents:
 def examples(report: GraphReport, device: torch.device) -> tuple[Tensor, ...]:
     """Zeros of a graph's signature."""
     return tuple(_example(spec, device) for spec in report.inputs)
-
-
-def untuned(rows: Sequence[Row], gpu: str) -> tuple[Row, ...]:
-    """Those of a file's tuned configs that are for this GPU and these kernels, and in no table here."""
-    own = {op.name: source_hash(Path(inspect.getfile(op.launcher.plan))) for op in ALL}
-    fitting = (row for row in rows if row.device == gpu and row.source_hash == own.get(row.op))
-    return tuple(row for row in fitting if load(row.op, gpu, row.source_hash).row(row.dtype, row.key) is None)
 
 
 def versions() -> Mapping[str, str]:

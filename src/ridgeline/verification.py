@@ -160,7 +160,7 @@ def verify(
     pictures = None if truth is None else truth.compare(fast)
     blame = ""
     if not agreement.passed:
-        blame = compiler._blame(module, examples, recipe)
+        blame = compiler.blame(module, examples, recipe)
     elif truth is not None and pictures is not None and not pictures.within(limits):
         blame = _blame_on_picture(module, fast, recipe, truth)
     return Verification(recipe, layers, agreement, pictures, limits, blame)
@@ -242,7 +242,7 @@ def _blame_on_picture(module: nn.Module, fast: Detector, recipe: Recipe, truth: 
     """A rewrite where the compiled module is at fault, else the dtype, with what plain PyTorch reaches in it."""
     worst = truth.worst(fast)
     if not agree(module, (worst,), fast(worst), recipe).passed:
-        return compiler._blame(module, (worst,), recipe)
+        return compiler.blame(module, (worst,), recipe)
     plain = truth.compare(lambda x: run_as(module, (x,), recipe.torch_dtype))
     return f"no rewrite is to blame: plain PyTorch in {recipe.dtype} reaches {plain.map_5095:.4f} itself"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +13,11 @@ from torch import Tensor
 from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem
 from ridgeline.kernels import find
-from ridgeline.kernels._nhwc import partly_shared, pixel_pitch, random_nhwc, share_elements
+from ridgeline.kernels._nhwc import partly_shared, pixel_pitch, random_nhwc, round_to_tf32, share_elements
 from ridgeline.kernels._op import typical_target
 from ridgeline.kernels.conv2d_act import OP, Config, Problem, candidates, default_config, plan, reference
 from ridgeline.numerics import TF32_EPS, compare, judge, to_float64
-from ridgeline.sass import SHARED_LIMIT_BYTES
+from ridgeline.sass import SHARED_LIMIT_BYTES, compile_many, inspect
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -48,38 +47,6 @@ def check(arguments: dict[str, Any], actual: Tensor | None = None) -> None:
         actual, reference(**to_float64(arguments)), reference(**arguments), eps=TF32_EPS if tf32 else None
     )
     assert verdict.passed, verdict.reason
-
-
-def in_nan_buffer(x: Tensor, before: int, after: int) -> Tensor:
-    """`x` as a channel slice of a wider NHWC buffer that is NaN everywhere else."""
-    n, c, h, w = x.shape
-    wide = torch.full((n, h, w, before + c + after), math.nan, dtype=x.dtype, device=x.device).permute(0, 3, 1, 2)
-    slice_ = wide[:, before : before + c]
-    slice_.copy_(x)
-    return slice_
-
-
-@pytest.mark.parametrize("seed", range(64))
-def test_random_problems_against_float64(seed: int):
-    """Odd everything, a random tile, x and y inside NaN buffers: a read or write out of place shows."""
-    rng = random.Random(seed)
-    r, s = rng.choice([(1, 1), (3, 3), (5, 5), (2, 3), (1, 5), (3, 2)])
-    padding = (rng.randint(0, r // 2 + 1), rng.randint(0, s // 2 + 1))
-    h, w = (rng.randint(max(1, taps - 2 * pad), 9) for taps, pad in zip((r, s), padding, strict=True))
-    arguments = make(
-        n=rng.randint(1, 3), c=rng.choice([1, 2, 3, 5, 8, 16, 17, 24, 32]), k=rng.choice([1, 3, 8, 16, 20, 33]),
-        h=h, w=w, r=r, s=s, stride=(rng.choice([1, 2, 3]), rng.choice([1, 2])), padding=padding,
-        dtype=rng.choice([torch.float32, torch.float16]), act=rng.choice(["silu", "none"]),
-        bias=rng.random() < 0.7, residual=rng.random() < 0.4,
-    )  # fmt: skip
-    arguments["x"] = in_nan_buffer(arguments["x"], rng.randint(0, 3), rng.randint(0, 3))
-    blocks = rng.choice([(16, 16, 16), (32, 16, 32), (16, 64, 32), (64, 32, 16), (32, 32, 64), (128, 16, 16)])
-    nothing = torch.full(Problem(**arguments).out_shape, math.nan, dtype=arguments["x"].dtype, device=DEVICE)
-    out = in_nan_buffer(nothing, rng.randint(0, 3), rng.randint(0, 3))
-    plan(config=Config(*blocks, num_warps=4, num_stages=2), out=out, **arguments).run()
-    check(arguments, out)
-    # only the slice was written
-    assert int((~out._base.isnan()).sum()) == out.numel()
 
 
 @pytest.mark.parametrize("channels", [3, 8, 40, 64])
@@ -161,6 +128,41 @@ def test_strict_fp32_is_strict_and_tf32_is_faster_rounding_on_a_gpu():
         assert judge(OP, reference, tf32, eps=TF32_EPS).passed
     finally:
         torch.backends.cudnn.allow_tf32 = before
+
+
+def test_only_tf32_rounds_and_as_the_architecture_can():
+    def rounding(arch: str, **choices) -> str:
+        return plan(target=typical_target(arch), **make(**choices)).constants["ROUNDING"]
+
+    fp32 = torch.float32
+    assert [rounding(arch, dtype=fp32) for arch in ("sm_80", "sm_89", "sm_90", "sm_120")] == ["rna", "rna", "rn", "rn"]
+    assert rounding("sm_90", dtype=fp32, precision="ieee") == rounding("sm_90") == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [None, Config(64, 32, 32, 4, 3), Config(16, 32, 32, 2, 4), Config(16, 32, 32, 4, 1)])
+def test_tf32_has_no_bias_on_a_gpu(config: Config | None):
+    """Of positive products, cutting loses about 2^-11 an operand, all in one direction; rounding next to nothing."""
+    arguments = make(c=64, h=20, w=20, k=32, r=1, s=1, dtype=torch.float32, bias=False, act="none")
+    arguments["x"].abs_()
+    arguments["weight"] = round_to_tf32(arguments["weight"].abs())
+    launch = plan(config=config, **arguments)
+    launch.run()
+    exact = reference(**to_float64(arguments))
+    bias = ((launch.output.double() - exact) / exact).mean().item()
+    assert abs(bias) < 2.0**-16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001])
+def test_tf32_rounding_keeps_nan_and_infinity_on_a_gpu(bits: int):
+    arguments = make(c=32, h=4, w=4, k=16, r=1, s=1, dtype=torch.float32, bias=False, act="none")
+    arguments["weight"].fill_(1)
+    arguments["x"].view(torch.int32)[0, 5, 1, 2] = bits
+    arguments["x"][0, 0, 3, 3] = math.inf
+    y = OP(**arguments)
+    assert bool(y[0, :, 1, 2].isnan().all()) and bool((y[0, :, 3, 3] == math.inf).all())
+    assert int(y.isfinite().sum()) == 14 * 16
 
 
 def test_cost_is_the_convolution_plus_what_the_epilogue_reads():
@@ -331,3 +333,48 @@ def test_without_the_interpreter_a_cpu_tensor_is_refused(monkeypatch):
     monkeypatch.setattr("ridgeline.kernels._op.triton.runtime.JITFunction", object)
     with pytest.raises(ValueError, match="conv2d_act: x must be on a CUDA device, got cpu"):
         OP(**{name: v.cpu() if isinstance(v, Tensor) else v for name, v in make().items()})
+
+
+POINT, THREE = "YOLO26n 40x40 128->128 1x1", "YOLO26n 80x80 64->64 3x3"
+
+
+def sources(cases):
+    for why, arch, dtype, config, pdl in cases:
+        sample = next(s for s in OP.samples if s.why == why).arguments(dtype, "meta")
+        yield plan(config=config, target=typical_target(arch), **sample, pdl=pdl).source(arch)
+
+
+def test_machine_code_rounds_fp32_operands_and_keeps_its_pipeline():
+    """One conversion an operand from sm_90 on, before it only the three instructions of ties away; nothing spills."""
+    wide, narrow = Config(64, 32, 32, 4, 3), Config(16, 32, 32, 2, 4)
+    cases = [
+        (THREE, arch, dtype, config, arch != "sm_89")
+        for arch, config in (("sm_89", wide), ("sm_90", wide), ("sm_90", narrow), ("sm_120", wide))
+        for dtype in ((torch.float32, torch.float16) if arch == "sm_90" else (torch.float32,))
+    ]
+    for (_, arch, dtype, config, _), binary in zip(cases, compile_many(list(sources(cases))), strict=True):
+        report = inspect(binary)
+        assert report.problems == () and report.async_copies > 0
+        (matrix,) = {name.split(".")[0] for name in report.matrix_instructions}
+        assert matrix == ("HGMMA" if arch == "sm_90" and config is wide else "HMMA")
+        native = [name for name in report.instructions if name.startswith("F2FP.TF32")]
+        assert bool(native) == (dtype == torch.float32 and arch != "sm_89")
+        assert ("cvt.rna.tf32" in binary.ptx) == (arch == "sm_89")
+
+
+def test_machine_code_has_all_loads_of_a_short_reduction_in_flight():
+    """Weights before the wait, then x, and only then is any of them stored to shared memory."""
+    sizes = {torch.float16: ((POINT, Config(16, 64, 64, 4, 1), 8, 2), (THREE, Config(16, 16, 64, 4, 1), 9, 9))}
+    sizes[torch.float32] = ((POINT, Config(16, 32, 32, 4, 1), 8, 4),)
+    cases = [(why, "sm_90", dtype, config, True) for dtype, found in sizes.items() for why, config, _, _ in found]
+    counts = [counts for found in sizes.values() for _, _, *counts in found]
+    for (of_weights, of_x), binary in zip(counts, compile_many(list(sources(cases))), strict=True):
+        report = inspect(binary)
+        assert report.problems == ()
+        assert report.registers >= 4 * (of_weights + of_x), "too few to hold them all at once"
+        before, _, after = binary.ptx.partition("griddepcontrol.wait")
+        # and one or two for the bias
+        assert before.count("ld.global") - of_weights in (1, 2) and "st.shared" not in before
+        loading, fence, storing = after.partition("bar.warp.sync")
+        assert fence and loading.count("ld.global") == of_x and "st.shared" not in loading
+        assert "ld.global" not in storing

@@ -67,7 +67,7 @@ def same(actual: Tensor, expected: Tensor) -> None:
 WIDE = Config(maxima_warps=8, collect_warps=8, collect_tiles=3, rank_warps=8, rank_rows=64)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_problems_equal_top_detections(seed: int):
     rng = random.Random(seed)
     arguments = make(
@@ -170,7 +170,7 @@ def test_whole_anchors_of_one_value(value: float):
         rows[0, 12, 1] = math.nan
         rows[0, 13, 0] = math.inf
 
-    for limit in (5, 40, 300):
+    for limit in (5, 300):
         arguments = change_logits(make(size=(64, 64), dtype=torch.float16, limit=limit), change)
         same(plan_and_run(arguments, WIDE), reference(**arguments))
 
@@ -186,7 +186,7 @@ def test_the_ends_of_half_precision(magnitude: float):
         rows[0, 2::8] = math.inf
         rows[0, 3, :2] = torch.tensor([0.0, -0.0])
 
-    for limit in (3, 12, 24):
+    for limit in (3, 24):
         arguments = change_logits(make(size=(64, 64), dtype=torch.float16, limit=limit), change)
         same(plan_and_run(arguments, WIDE), reference(**arguments))
 
@@ -212,7 +212,7 @@ def test_logits_alike_over_cells_and_classes_make_short_lists(classes: int):
 def test_the_bound_lets_hardly_more_anchors_through_than_the_limit():
     """At most two for each that the splitters stand for, on normal data and on all equal but for one tile."""
     for change in (lambda rows: rows.sub_(9), lambda rows: rows[:, 64:].fill_(0.0)):
-        arguments = change_logits(make(size=(256, 128), classes=1, limit=50), change)
+        arguments = change_logits(make(size=(128, 128), classes=1, limit=50), change)
         launch, listed = run_and_list(arguments, WIDE)
         same(launch.output, reference(**arguments))
         assert 50 <= listed <= 2 * max(50 + 50 // 4, 50 + 64)
@@ -226,23 +226,18 @@ def test_all_of_the_best_on_the_coarsest_level():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_a_list_that_is_sampled_before_it_is_ranked(dtype: torch.dtype):
-    """Classes alike on every anchor: 73 anchors have most of the 100 times as many pairs above the bound."""
+    """Classes alike on every anchor: 75 anchors have most of the 45 times as many pairs above the bound.
+
+    More than one round of the rank kernel's programs, and more than they compare with at once.
+    """
 
     def change(rows: Tensor) -> None:
         rows.mul_(0.01).add_(torch.arange(rows.shape[1], device=DEVICE)[None, :, None] % 50 / 4)
 
-    arguments = change_logits(make(size=(64, 96), classes=100, dtype=dtype, limit=73), change)
+    arguments = change_logits(make(size=(64, 96), classes=45, dtype=dtype, limit=75), change)
     launch, listed = run_and_list(arguments, replace(WIDE, collect_tiles=1))
     same(launch.output, reference(**arguments))
     assert listed > 4096
-
-
-def test_a_list_longer_than_one_round_of_programs():
-    """More pairs than the rank kernel's programs have rows, and more than it compares at once."""
-    arguments = change_logits(make(size=(64, 64), classes=20, limit=70), lambda rows: rows.copy_(rows.sign()))
-    launch, listed = run_and_list(arguments, replace(WIDE, rank_rows=32))
-    same(launch.output, reference(**arguments))
-    assert listed > 512
 
 
 def plan_and_run(arguments: dict[str, Any], config: Config) -> Tensor:
@@ -254,13 +249,15 @@ def run_and_list(arguments: dict[str, Any], config: Config) -> tuple[Launch, int
     tiles = min(config.collect_tiles, Problem(**arguments).tiles)
     launch = plan(config=replace(config, collect_tiles=tiles), **arguments)
     launch.run()
-    return launch, int(launch.arguments["count_ptr"].sum())
+    count = launch.arguments["count_ptr"]
+    assert isinstance(count, Tensor)
+    return launch, int(count.sum())
 
 
 def test_boxes_and_logits_may_differ_in_dtype():
     arguments = make(limit=6)
     arguments |= {name: arguments[name].half() for name in LOGITS}
-    same(OP(**arguments), reference(**arguments))
+    same(plan_and_run(arguments, WIDE), reference(**arguments))
 
 
 @pytest.mark.parametrize("classes", [80, 365])
@@ -329,7 +326,8 @@ def test_launches_suit_the_problem():
     launch = plan(target=H200, **arguments)
     # one program a multiprocessor reads the logits; the list holds every pair that there is
     assert [part.grid for part in (*launch.before, launch)] == [(132, 1), (132, 1), (512, 1)]
-    assert launch.arguments["order_ptr"].numel() == 8400 * 80 and launch.arguments["pair_ptr"] is None
+    order, pair = launch.arguments["order_ptr"], launch.arguments["pair_ptr"]
+    assert isinstance(order, Tensor) and order.shape == (1, 8400 * 80) and pair is None
     found = candidates(target=H200, **arguments)
     assert found[0] == default_config(problem, H200) and len(set(found)) == len(found) > 8
     assert all(config.is_valid(problem, H200) for config in found)
@@ -339,10 +337,10 @@ def test_machine_code():
     """Nothing spilled, no block moved through shared memory, one atomic a program; with PDL each waits first."""
     sample = next(s for s in SAMPLES if "YOLO26n" in s.why).arguments(torch.float16, "meta")
     launches = []
-    for arch, pdl in (("sm_90", True), ("sm_89", False), ("sm_120", True)):
+    # elsewhere than on sm_90 one of the three stands for all: compiling takes longer than any other test here
+    for arch, pdl, kernels in (("sm_90", True, (0, 1, 2)), ("sm_89", False, (1,)), ("sm_120", True, (0,))):
         last = plan(target=typical_target(arch), **sample, pdl=pdl)
-        # elsewhere the longest of the three stands for all
-        launches += [(pdl, part, arch) for part in ((*last.before, last) if arch == "sm_90" else (last.before[1],))]
+        launches += [(pdl, (*last.before, last)[kernel], arch) for kernel in kernels]
     binaries = compile_many([part.source(arch) for _, part, arch in launches])
     for (pdl, part, _), binary in zip(launches, binaries, strict=True):
         report = inspect(binary)

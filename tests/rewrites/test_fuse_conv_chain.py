@@ -159,7 +159,7 @@ def test_a_chain_that_reads_more_weights_than_a_launch_is_worth_stays_apart():
     assert found == {"conv2d_act": 2}
 
 
-@pytest.mark.parametrize(("whole", "sites"), [(3e-6, 1), (5e-6, 0), (None, 1)])
+@pytest.mark.parametrize(("whole", "sites"), [(3e-6, 1), (5e-6, 0), (None, 0)])
 def test_measured_times_decide(monkeypatch, whole, sites):
     row = tuned.Row("", "", "", "", "", {}, 2e-6, None, "", "", "", {})
 
@@ -171,6 +171,11 @@ def test_measured_times_decide(monkeypatch, whole, sites):
 
     monkeypatch.setattr(fuse_conv_chain, "tuned_row", seen)
     chained(lambda m, x: m.second(F.silu(m.first(x))), sites)
+
+
+def test_chains_are_made_without_any_measurement(monkeypatch):
+    monkeypatch.setattr(fuse_conv_chain, "tuned_row", lambda op, **_: None)
+    chained(lambda m, x: m.second(F.silu(m.first(x))), 1)
 
 
 def test_shapes_that_were_measured_are_asked_for_by_the_key_of_a_call():

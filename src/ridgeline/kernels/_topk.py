@@ -98,7 +98,8 @@ def collect_kernel(
     anchor_key = tl.load(anchor_key_ptr + anchor + row, mask=cell + row < cells, other=_INT32_MIN)
 
     bound = _bound(splitter, weight, K, SHIFT, TILE_BITS)
-    # "not up to the number below the bound" holds for NaN, and for all numbers where that number is a NaN
+    # "not up to the number below the bound" holds for NaN, and for every number where the one below it is a NaN; in
+    # fp32, because the number below the bound need not be one of the logits' dtype
     below = _value(((bound >> TILE_BITS).to(tl.int32) - 1) << SHIFT)
     for tile in range(first, first + PROGRAM_TILES):
         c = tl.arange(0, BLOCK_C)[None, :]
@@ -257,7 +258,7 @@ def _bound(x, weight, K: tl.constexpr, SHIFT: tl.constexpr, KEY_AT: tl.constexpr
     """
     ENOUGH: tl.constexpr = K + K // 4
     END: tl.constexpr = ((_INF >> SHIFT) + 2) << KEY_AT  # above everything, and its negative below
-    # levels on either side of most bounds in detectors; below, searches are through exponents first
+    # -16, -12, -8, -4, -1, 1, 2, 4: between them keys are nearly even, beyond and around zero they are exponents
     i = tl.arange(0, 8)
     level = tl.where(i < 4, 4 * i - 16, tl.where(i < 5, -1, (1 << i) >> 5))
     level = _key(level.to(tl.float32), SHIFT).to(x.dtype) << KEY_AT
@@ -266,7 +267,7 @@ def _bound(x, weight, K: tl.constexpr, SHIFT: tl.constexpr, KEY_AT: tl.constexpr
     high = tl.min(tl.where(reached >= K, END, level))
     least = tl.min(tl.where(reached >= K, reached, _MANY))
     while (least > ENOUGH) & (low + 1 < high):
-        # a comparison costs less than the reduction after it, so there are four of them
+        # comparisons cost less than the reduction after them, so there are four
         step = (high - low + 4) // 5
         guess = low + step * (1 + tl.arange(0, 4))
         weights = _reached(x, weight, guess)
@@ -284,6 +285,7 @@ def _reached(x, weight, levels):
 
 @triton.jit
 def _splitter(key, tile, TILE_BITS: tl.constexpr, dtype: tl.constexpr):
+    """A key of a tile; the integer is as wide as the tiles need."""
     return ((key.to(dtype) + 1) << TILE_BITS) - 1 - tile
 
 
@@ -303,6 +305,7 @@ def _ones(bits):
 
 @triton.jit
 def _key(x, SHIFT: tl.constexpr):
+    """The key of an fp32."""
     bits = x.to(tl.int32, bitcast=True)
     # a negative number's is the negative of its magnitude's, so zeros are equal
     key = tl.where(bits < 0, _INT32_MIN - bits, bits) >> SHIFT

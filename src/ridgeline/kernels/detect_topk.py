@@ -44,8 +44,7 @@ from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, exec
 from ridgeline.kernels._topk import anchor_maxima_kernel, collect_kernel, rank_kernel
 from ridgeline.models.postprocess import MAX_DETECTIONS, STRIDES, anchor_grid, decode_xyxy, top_detections
 
-_BLOCK_LIST = 512  # entries of the list that `rank` compares with at once
-_RANKED_AT_ONCE = 1024  # most rows of the programs of `rank` together, for one image
+_BLOCK_LIST = 512  # entries of the list that a program of `rank` compares with at once
 _TILE_LOGITS = _SPLITTERS = 8192  # of a tile, of an image: most where shapes leave a choice, 32 a thread of 8 warps
 _SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # bits of an fp32 that are 0 if it comes from these
 
@@ -240,9 +239,8 @@ class LastLaunch(Launch):
 
 def default_config(problem: Problem, target: Target) -> Config:
     """Each program of `collect` searches all splitters, so there are no more programs than run at once."""
-    tiles = min(problem.tiles, cdiv(problem.tiles * problem.box_p3.shape[0], 2 * target.sm_count) or 1)
-    fits = (Config(8, warps, tiles, 4, 2) for warps in (8, 16))
-    return next((c for c in fits if c.is_valid(problem, target)), Config(16, 16, tiles, 4, 2))
+    tiles = max(1, min(problem.tiles, cdiv(problem.tiles * problem.box_p3.shape[0], 2 * target.sm_count)))
+    return next(c for w in (8, 16) if (c := Config(w, w, tiles, 4, 2)).is_valid(problem, target))
 
 
 def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
@@ -342,8 +340,8 @@ def _pitches(maps: tuple[Tensor, ...]) -> dict[str, int]:
 
 
 def _rank_programs(problem: Problem, config: Config, target: Target) -> int:
-    """For each image: every pair of a usual list is a row of some program, but many images fill the GPU with fewer."""
-    rows = min(_RANKED_AT_ONCE, problem.pairs, 8 * problem.detections)
+    """For an image: every pair of a usual list is a row of some program, but many images fill the GPU with fewer."""
+    rows = min(1024, problem.pairs, 4 * problem.detections)
     most = max(64, cdiv(8 * target.sm_count, max(1, problem.box_p3.shape[0])))
     return min(cdiv(rows, config.rank_rows), most)
 

@@ -145,6 +145,8 @@ def _pays(first: fx.Node, chain: Sequence[_Stage]) -> bool:
 
 def _loses(graph_module: fx.GraphModule, first: fx.Node, chain: Sequence[_Stage]) -> bool:
     """Whether this GPU was seen to run the parts faster, each as one launch of a dependent chain."""
+    if graph_module.meta.get("explore", False):
+        return False
     y = value(chain[-1].conv)
     extras = [sum(value(part).shape[1] for part in (*stage.before, *stage.behind)) for stage in chain]
     precision = graph_module.meta.get("precision", "tf32")
@@ -162,7 +164,8 @@ def _loses(graph_module: fx.GraphModule, first: fx.Node, chain: Sequence[_Stage]
         op = BY_OVERLOAD[node.target]
         parts.append(tuned_row(op, **_named(node), **({"precision": precision} if node.target is _DENSE else {})))
     seconds = [row.seconds for row in parts if row is not None]
-    return whole is not None and len(seconds) == len(parts) and sum(seconds) < whole.seconds
+    # beside parts that were measured, a chain that was not is one that `tune` had no reason to try
+    return len(seconds) == len(parts) and (whole is None or sum(seconds) < whole.seconds)
 
 
 def _named(node: fx.Node) -> dict[str, Any]:
