@@ -41,7 +41,7 @@ class Recipe:
     rewrites: tuple[str, ...] = tuple(rewrite.name for rewrite in PIPELINE)
     pdl: bool = True
     capture: bool = True
-    side_streams: int = 3
+    side_streams: int = 6
     limits: Limits = Limits()
 
     @property

@@ -16,8 +16,6 @@ from torch import Tensor, fx
 
 from ridgeline.graph import is_view, mutated
 
-SIDE_STREAMS = 3
-
 
 @dataclass(frozen=True)
 class Schedule:
@@ -36,7 +34,7 @@ class Schedule:
         return max(self.stream.values(), default=0) + 1
 
 
-def schedule(graph: fx.Graph, *, side_streams: int = SIDE_STREAMS) -> Schedule:
+def schedule(graph: fx.Graph, *, side_streams: int) -> Schedule:
     """Assign streams: of a value's readers the one with the longest chain behind it inherits the stream."""
     roots = _roots(graph)
     kernels = _kernels(graph, roots)
