@@ -9,6 +9,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
+import nets
 from ridgeline import cudagraph
 from ridgeline.ema import Ema
 from ridgeline.step_program import StepRecipe
@@ -165,9 +166,9 @@ def test_a_host_random_number_is_refused():
         compile_step(model, noisy, AdamW(model.parameters()), batches(1, device="cuda")[0])
 
 
-def test_a_resnet_of_someone_elses():
-    timm = pytest.importorskip("timm")
-    model = timm.create_model("resnet18", num_classes=10).cuda()
+def test_a_resnet():
+    model, _ = nets.resnet50()
+    model = model.cuda().train().requires_grad_(True)
     optimizer = SGD(model.parameters(), lr=0.02, momentum=0.9)
     x, y = torch.randn(32, 3, 64, 64, device="cuda"), torch.randint(10, (32,), device="cuda")
     recipe = StepRecipe(channels_last=True, require=True)

@@ -93,7 +93,7 @@ def test_random_problems_equal_top_detections(seed: int):
     same(plan_and_run(arguments, replace(WIDE, collect_tiles=1 + 2 * (seed % 2))), reference(**arguments))
 
 
-@pytest.mark.parametrize("value", [0.0, -0.0, -math.inf, math.inf, math.nan, 2.5])
+@pytest.mark.parametrize("value", [-0.0, -math.inf, math.inf, math.nan])
 def test_all_logits_equal(value: float):
     arguments = change_logits(make(limit=7), lambda rows: rows.fill_(value))
     y = plan_and_run(arguments, WIDE)

@@ -4,6 +4,9 @@ NHWC means a tensor of shape [N, C, H, W] whose channels are adjacent in memory.
 neighbouring pixels in elements: C for a whole tensor, more for a channel slice of a wider one.
 """
 
+# In a kernel a constexpr stands for its value, which the type checker cannot know.
+# pyright: reportArgumentType=false, reportAssignmentType=false
+
 from __future__ import annotations
 
 from typing import Any

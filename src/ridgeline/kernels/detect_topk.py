@@ -240,7 +240,7 @@ class LastLaunch(Launch):
 def default_config(problem: Problem, target: Target) -> Config:
     """Each program of `collect` searches all splitters, so there are no more programs than run at once."""
     tiles = max(1, min(problem.tiles, cdiv(problem.tiles * problem.box_p3.shape[0], 2 * target.sm_count)))
-    return next(c for w in (8, 16) if (c := Config(w, w, tiles, 4, 2)).is_valid(problem, target))
+    return next(c for w in (8, 16) if (c := Config(w, w, tiles, 2, 1)).is_valid(problem, target))
 
 
 def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:

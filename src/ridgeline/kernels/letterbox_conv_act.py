@@ -42,7 +42,9 @@ from ridgeline.kernels._nhwc import (
     empty_nhwc,
     next_power_of_2,
     pixel_pitch,
+    round_operand,
     split_pixel,
+    tf32_rounding,
     wait_for_predecessor,
 )
 from ridgeline.kernels._op import Launch, Launcher, Target, define, execute, target_of, tuned_config
@@ -124,8 +126,8 @@ def letterbox_conv_act_kernel(  # noqa: ANN201
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, CANVAS_H: tl.constexpr, CANVAS_W: tl.constexpr,
     K: tl.constexpr, R: tl.constexpr, S: tl.constexpr, HO: tl.constexpr, WO: tl.constexpr,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
-    FRAME_PITCH: tl.constexpr, BLEND: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    FRAME_PITCH: tl.constexpr, BLEND: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
+    ROUNDING: tl.constexpr, PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     channel_tiles: tl.constexpr = (K + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0)
@@ -175,7 +177,7 @@ def letterbox_conv_act_kernel(  # noqa: ANN201
         a_mk = unit.to(weight_ptr.dtype.element_ty)
         valid_w = valid_k[:, None] & valid_n[None, :]
         b_kn = tl.load(weight_row[None, :] + (r * S * C + k)[:, None], mask=valid_w, other=0.0)
-        acc = tl.dot(a_mk, b_kn, acc, input_precision=PRECISION)
+        acc = tl.dot(round_operand(a_mk, ROUNDING), b_kn, acc, input_precision=PRECISION)
     if bias_ptr is not None:
         acc += bias_n[None, :]
     acc = activate(acc, ACT)
@@ -326,6 +328,7 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
             "WO": conv.ow, "STRIDE_H": problem.stride[0], "STRIDE_W": problem.stride[1],
             "PAD_H": problem.padding[0], "PAD_W": problem.padding[1], "FRAME_PITCH": pixel_pitch(frame) or 0,
             "BLEND": problem.blend, "ACT": problem.act, "PRECISION": problem.precision, "PDL": problem.pdl,
+            "ROUNDING": tf32_rounding(problem.weight, problem.precision, target),
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": _block_k(problem),
         },
         num_warps=config.num_warps,

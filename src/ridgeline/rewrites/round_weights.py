@@ -47,8 +47,9 @@ def apply(graph_module: fx.GraphModule) -> int:
 
 def _weights(node: fx.Node) -> Iterator[fx.Node]:
     """The fp32 arguments of a call that are right operands of a matrix product."""
-    schema = node.target._schema.arguments
-    named: dict[str, Any] = dict(zip((argument.name for argument in schema), node.args, strict=False))
+    overload: Any = node.target
+    names = (argument.name for argument in overload._schema.arguments)
+    named: dict[str, Any] = dict(zip(names, node.args, strict=False))
     named |= node.kwargs
     channels = next(_channels(given) for name, given in named.items() if name != "out")
     for name in _MULTIPLIED:
