@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,11 @@ def examples(report: GraphReport, device: torch.device) -> tuple[Tensor, ...]:
 
 
 def versions() -> Mapping[str, str]:
-    return {"ridgeline": version("ridgeline"), "torch": torch.__version__, "triton": triton.__version__}
+    try:
+        own = version("ridgeline")
+    except PackageNotFoundError:
+        own = "from a source tree"  # on the path, never installed
+    return {"ridgeline": own, "torch": torch.__version__, "triton": triton.__version__}
 
 
 def gpu_of(reports: Sequence[GraphReport]) -> str | None:
