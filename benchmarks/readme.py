@@ -72,6 +72,25 @@ def conv_kernels(rows: list[dict]) -> str:
     return _table("shape | cuDNN + SiLU | ridgeline | ratio", lines)
 
 
+def detectors(rows: list[dict]) -> str:
+    """Whole detectors beside eager PyTorch and torch.compile, each as one CUDA graph, of each one's newest run."""
+    rows = [row for row in rows if row["subject"].startswith("yolo26") and row["region"] == "model"]
+    newest = {(row["subject"], row["dtype"], row["batch"]): row["run"] for row in rows}
+    lines = []
+    for (subject, dtype, batch), run in newest.items():
+        seconds: dict[tuple[str, str], float] = {}
+        for row in rows:
+            if (row["subject"], row["dtype"], row["batch"], row["run"]) == (subject, dtype, batch, run):
+                place = row["stack"] if row["stack"] != "ridgeline" else row["recipe"]
+                seconds[place, row["l2"]] = min(row["median_s"], seconds.get((place, row["l2"]), row["median_s"]))
+        ours = seconds["compile", "warm"]
+        rivals = [seconds[stack, "warm"] for stack in ("eager", "torch.compile") if (stack, "warm") in seconds]
+        places = (("eager", "warm"), ("torch.compile", "warm"), ("compile", "warm"), ("compile", "cold"))
+        cells = (units.seconds(seconds[place]) if place in seconds else "" for place in places)
+        lines.append(f"| {subject} {dtype}, batch {batch} | {' | '.join(cells)} | {min(rivals) / ours:.1f} |")
+    return _table("640x640 image to 300 detections | eager | torch.compile | ridgeline | L2 cold | ratio", lines)
+
+
 def _table(header: str, lines: list[str]) -> str:
     if not lines:
         return ""
@@ -79,7 +98,7 @@ def _table(header: str, lines: list[str]) -> str:
     return "\n".join([f"| {header} |", "|---" * columns + "|", *lines]) + "\n"
 
 
-TABLES = {"ceilings": ceilings, "conv-kernels": conv_kernels}
+TABLES = {"ceilings": ceilings, "conv-kernels": conv_kernels, "detectors": detectors}
 
 if __name__ == "__main__":
     sys.exit(main())
