@@ -102,6 +102,9 @@ def _add_choices(p: argparse._ArgumentGroup) -> None:
     p.add_argument("--dropout", type=float, help="default 0.1")
     p.add_argument("--ema-decay", type=float, help="of the averaged weights (default 0.9999)")
     p.add_argument("--dtype", choices=("fp32", "bf16"), help="bf16 is autocast; default: bf16 on a GPU, fp32 on a CPU")
+    p.add_argument(
+        "--recipe", choices=("auto", "eager", "graph"), help="graph: a step is one CUDA graph; default: auto, on a GPU"
+    )
     p.add_argument("--schedule", choices=("linear", "cosine"), help="of the noise (default linear)")
     p.add_argument("--seed", type=int, help="default 0")
 

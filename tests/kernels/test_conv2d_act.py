@@ -298,12 +298,14 @@ def test_default_config_fills_the_gpu():
         config = default_config(problem, H200)
         return -(-problem.pixels // config.block_m) * -(-problem.conv.k // config.block_n), config
 
-    count, config = tiles(n=16, c=64, h=48, w=48, k=128, r=1, s=1)
+    count, config = tiles(n=16, c=64, h=48, w=48, k=128, r=3, s=3)
     assert count >= 132
-    assert (config.block_m, config.block_n) == (128, 128)
-    count, config = tiles(c=64, h=20, w=20, k=64, r=1, s=1)
-    assert (config.block_m, config.block_n, config.num_warps) == (16, 16, 2)
+    assert (config.block_m, config.block_n, config.num_stages) == (64, 128, 4)
+    count, config = tiles(c=64, h=20, w=20, k=128, r=1, s=1)
+    assert (config.block_m, config.block_n, config.num_stages) == (16, 32, 1), "all operands at once"
     assert count == 25 * 4
+    # a product that streams: its pipeline hides what loading at once would show
+    assert tiles(n=128, c=128, h=32, w=32, k=128, r=1, s=1)[1].num_stages > 1
 
 
 def test_invalid_configs_are_refused():

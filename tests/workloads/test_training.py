@@ -23,7 +23,16 @@ from ridgeline.workloads.diffusion import linear_schedule
 from ridgeline.workloads.run_log import read_log
 from ridgeline.workloads.sampling import sample_checkpoint
 from ridgeline.workloads.settings import PRESETS, Settings
-from ridgeline.workloads.training import LOG, EagerStep, choose_device, ddpm_loss, train, validation_loss
+from ridgeline.workloads.training import (
+    LOG,
+    EagerStep,
+    captured_step,
+    choose_device,
+    ddpm_loss,
+    step_maker,
+    train,
+    validation_loss,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -157,6 +166,27 @@ def test_any_callable_can_be_the_step(tmp_path, settings):
     assert [line["grad_norm"] for line in losses(tmp_path / "run")] == [None] * 6
     assert losses(tmp_path / "run")[0]["loss"] == batches[0].mean().item()
     assert parts[0].optimizer.param_groups[0]["lr"] == pytest.approx(0, abs=1e-12)  # the schedule ran to its end
+
+
+def test_a_captured_step_learns_what_an_eager_one_does_and_resumes(tmp_path, settings):
+    """On a CPU `compile_step` runs the same program eagerly: its operations and its state are what is tested."""
+    plain = replace(settings, dtype="fp32", log_every=1)
+    train(plain, tmp_path / "eager", device="cpu")
+    train(plain, tmp_path / "whole", device="cpu", make_step=captured_step)
+    with pytest.raises(KeyboardInterrupt):
+        stop = lambda line: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731 - at the first report
+        train(plain, tmp_path / "parts", device="cpu", make_step=captured_step, report=stop)
+    train(plain, tmp_path / "parts", device="cpu", resume=True, make_step=captured_step)
+    eager, whole, parts = (losses(tmp_path / name) for name in ("eager", "whole", "parts"))
+    assert [line["loss"] for line in whole] == pytest.approx([line["loss"] for line in eager], rel=1e-5)
+    assert parts == whole
+
+
+def test_recipes_are_made_or_refused():
+    assert step_maker("eager", torch.device("cuda")) is EagerStep is step_maker("auto", torch.device("cpu"))
+    assert step_maker("auto", torch.device("cuda")) is captured_step is step_maker("graph", torch.device("cuda"))
+    with pytest.raises(EnvironmentUnusable, match="--recipe graph: a CUDA graph needs a GPU"):
+        step_maker("graph", torch.device("cpu"))
 
 
 def test_a_step_reads_nothing_on_the_host(tmp_path, settings):

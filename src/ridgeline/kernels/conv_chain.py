@@ -151,15 +151,23 @@ class Config:
 
 
 def default_config(problem: Problem, target: Target) -> Config:
-    """The largest tile that still gives every multiprocessor one; narrower last stages where pixels are too few."""
+    """The most pixels that still give every second multiprocessor a program, with all columns of the last stage.
+
+    Where pixels are too few for that, its columns are dealt out. Operands are loaded early if registers hold them.
+    """
     block_k, widest = _block_k(problem), _widest(problem)
-    tiles = [(m, min(n, widest)) for m in (64, 32, 16) for n in (256, 128, 64, 32)]
-    tried = [Config(m, n, block_k, w, s, False) for m, n in tiles for w, s in ((4, 3), (8, 3), (8, 2), (8, 1))]
+    # a thread holds nine taps of a depthwise filter beside its sums
+    rows = (32, 16) if problem.depthwise else (64, 32, 16)
+    tiles = [(m, widest) for m in rows] + [(16, n) for n in (128, 64, 32, 16) if n < widest]
+    short = problem.conv.c * problem.conv.taps * problem.x.element_size() <= _SHORT_BYTES
+    stages = (1, 3, 2) if short or problem.depthwise else (3, 2, 1)
+    variants = [(w, s, early) for early in (True, False) for s in stages for w in (4, 8)]
+    tried = [Config(m, n, block_k, *variant) for m, n in tiles for variant in variants]
     valid = [config for config in tried if config.is_valid(problem, target)]
     if not valid:
         raise ValueError(f"conv_chain: channels {problem.channels} are too many for {target.arch}: run them one by one")
-    filling = (config for config in valid if _programs(problem, config) >= target.sm_count)
-    return next(filling, valid[-1])
+    filling = (config for config in valid if 2 * _programs(problem, config) >= target.sm_count)
+    return next(filling, max(valid, key=lambda config: _programs(problem, config)))
 
 
 def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
@@ -253,6 +261,7 @@ def conv_chain(
 
 
 _MOST_CANDIDATES = 40  # beside the default
+_SHORT_BYTES = 640  # of a reduction that is loaded at once
 
 
 def _cast(bias: Tensor | None, like: Tensor) -> Tensor | None:

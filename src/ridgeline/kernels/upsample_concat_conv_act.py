@@ -186,8 +186,9 @@ class Problem:
 
 
 def is_valid(config: Config, problem: Problem, target: Target) -> bool:
-    """Whether blocks end where sources end, and the plain convolution's conditions hold."""
-    return problem.step % config.block_k == 0 and config.is_valid(problem.joined, target)
+    """Whether blocks end where sources end, and the plain convolution's conditions hold; its loops are pipelined."""
+    pipelined = config.num_stages > 1 and config.split_k == 1
+    return pipelined and problem.step % config.block_k == 0 and config.is_valid(problem.joined, target)
 
 
 def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
@@ -196,7 +197,11 @@ def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Confi
     joined = problem.joined
     names = ("x", "weight", "bias", "act", "precision", "pdl")
     plain = conv2d_act.candidates(target=target, **{name: getattr(joined, name) for name in names})
-    tried = (replace(config, block_k=min(config.block_k, problem.step)) for config in plain)
+    deepest = {1: 4}  # what the plain convolution loads at once is a pipeline here
+    tried = (
+        replace(c, block_k=min(c.block_k, problem.step), num_stages=deepest.get(c.num_stages, c.num_stages))
+        for c in plain
+    )
     return tuple(dict.fromkeys(config for config in tried if is_valid(config, problem, target)))
 
 

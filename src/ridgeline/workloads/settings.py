@@ -16,9 +16,12 @@ from ridgeline.workloads.sampling import SCHEDULES
 FILE = "settings.json"
 PRESETS = {"cifar10": CIFAR10, "tiny": TINY}
 DTYPES = ("fp32", "bf16")
+RECIPES = ("auto", "eager", "graph")
 DEFAULT_WARMUP_STEPS = 1000  # or a tenth of the run, if that is less
-# what may differ when a run is resumed: where the data lies, how long it goes, how often it reports
-CHANGEABLE = frozenset({"data", "val", "steps", "log_every", "save_every", "sample_every", "val_every", "tensorboard"})
+# what may differ when a run is resumed: where the data lies, how long it goes, how it runs and how often it reports
+CHANGEABLE = frozenset(
+    {"data", "val", "steps", "log_every", "save_every", "sample_every", "val_every", "tensorboard", "recipe"}
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class Settings:
     ema_decay     of the averaged weights, reached by a warm-up of its own (`ema.Ema`)
     dtype         "bf16": autocast, weights stay fp32; "fp32"; None: bf16 on a GPU, fp32 on a CPU
     schedule      of the noise: "linear" or "cosine"
+    recipe        how a step runs: "graph", all of it as one CUDA graph, or an error; "eager"; "auto": a graph on a GPU,
+                  or eagerly and a warning that says why not
     *_every       steps between log reads, checkpoints, sample grids and validations; 0 for none of the last two
     tensorboard   also write the log for TensorBoard
     """
@@ -63,11 +68,13 @@ class Settings:
     sample_every: int = 5000
     val_every: int = 1000
     tensorboard: bool = False
+    recipe: str = "auto"
 
     def __post_init__(self) -> None:
         self._one_of("preset", PRESETS)
         self._one_of("schedule", SCHEDULES)
         self._one_of("dtype", (*DTYPES, None))
+        self._one_of("recipe", RECIPES)
         for name, least in (("steps", 1), ("batch", 1), ("seed", 0), ("log_every", 1), ("save_every", 1)):
             self._at_least(name, least)
         for name in ("sample_every", "val_every"):

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from ridgeline.ema import Ema
 from ridgeline.errors import EnvironmentUnusable, UsageError
 from ridgeline.models.ddpm_unet import UNet
+from ridgeline.step_program import StepRecipe
+from ridgeline.train_step import compile_step
 from ridgeline.workloads.checkpoint import (
     load_latest,
     load_optimizer_,
@@ -66,6 +68,7 @@ class StepParts:
     ema: Ema
     clip: float
     example_batch: Tensor  # shape, dtype, device and layout of every batch
+    must_capture: bool = False  # a step that cannot become one graph is an error
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,22 @@ class EagerStep:
         return loss.detach()
 
 
+def captured_step(parts: StepParts) -> Step:
+    """The whole step as one CUDA graph (`compile_step`); eagerly, with a warning, where it cannot be captured."""
+    # the loss sets its own autocast, so the step must not set another
+    recipe = StepRecipe(dtype="fp32", channels_last=False, require=parts.must_capture)
+    return compile_step(
+        parts.model, parts.loss, parts.optimizer, parts.example_batch, ema=parts.ema, clip=parts.clip, recipe=recipe
+    )
+
+
+def step_maker(recipe: str, device: torch.device) -> Callable[[StepParts], Step]:
+    """How `Settings.recipe` takes a step on a device. Raises EnvironmentUnusable for a graph without a GPU."""
+    if recipe == "graph" and device.type != "cuda":
+        raise EnvironmentUnusable("--recipe graph: a CUDA graph needs a GPU; use --recipe eager, or auto")
+    return captured_step if recipe == "graph" or (recipe == "auto" and device.type == "cuda") else EagerStep
+
+
 def train(
     settings: Settings,
     folder: Path,
@@ -103,15 +122,17 @@ def train(
     resume: bool = False,
     device: torch.device | str = "auto",
     report: Callable[[Line], None] = lambda _: None,
-    make_step: Callable[[StepParts], Step] = EagerStep,
+    make_step: Callable[[StepParts], Step] | None = None,
 ) -> Result:
     """Train in `folder`: settings.json, log.jsonl, checkpoints and samples/. Seeds the global random generators.
 
     `resume` goes on from the newest checkpoint that can be read, or begins where there is none. `report` is called
     with the last step's line whenever the log is read. At SIGINT the run is saved and KeyboardInterrupt raised; at a
-    second one, at once. Raises UsageError, EnvironmentUnusable, and VerificationFailed when the loss is not finite.
+    second one, at once. `make_step` replaces what `settings.recipe` names. Raises UsageError, EnvironmentUnusable,
+    NotEngaged for a required graph, and VerificationFailed when the loss is not finite.
     """
     place = choose_device(device)
+    make_step = make_step or step_maker(settings.recipe, place)
     _prepare(folder, resume)
     images = load_images(settings.data, split="train", size=settings.size, skip_bad=settings.skip_bad)
     held_out = None
@@ -276,6 +297,7 @@ class _Run:
             self.ema,
             self.settings.clip,
             example.contiguous(memory_format=torch.channels_last),
+            must_capture=self.settings.recipe == "graph",
         )
 
     def _scheduler(self) -> torch.optim.lr_scheduler.LRScheduler:
