@@ -54,7 +54,7 @@ def stored_after_read() -> fx.Graph:
 
 def test_a_store_waits_for_who_wrote_and_who_read_the_memory():
     graph = stored_after_read()
-    node, plan = named(graph), schedule(graph)
+    node, plan = named(graph), schedule(graph, side_streams=3)
     finished = {earlier.name for earlier in plan.waits[node["copy__default"]]}
     same = {name for name, other in node.items() if plan.stream.get(other) == plan.stream[node["copy__default"]]}
     assert {"sin_default", "cos_default", "abs_default"} <= finished | same
