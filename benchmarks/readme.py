@@ -48,14 +48,16 @@ def read_rows() -> list[dict]:
 
 def ceilings(rows: list[dict]) -> str:
     """What this project measured of the GPU it is developed on, beside the data sheet."""
-    newest = {row["recipe"]: row for row in rows if row["subject"] == "ceilings"}
+    newest = {
+        row["recipe"]: row for row in rows if row["subject"] == "ceilings" and not row["recipe"].startswith("3x3")
+    }
     lines = [f"| {row['recipe']} | {row['extra']['text']} | {row['extra']['sheet']} |" for row in newest.values()]
     return _table("what | measured | data sheet", lines)
 
 
 def conv_kernels(rows: list[dict]) -> str:
-    """The fused convolution beside cuDNN with its separate activation, per shape, of one run."""
-    rows = [row for row in rows if row["subject"] == "kernel:conv2d_act"]
+    """The fused convolution beside cuDNN with its separate activation, of one run; small shapes count as networks."""
+    rows = [row for row in rows if row["subject"] == "kernel:conv2d_act" and row["shape"].startswith("UNet")]
     if not rows:
         return _table("shape | cuDNN + SiLU | ridgeline", [])
     run = rows[-1]["run"]
@@ -98,7 +100,7 @@ def _table(header: str, lines: list[str]) -> str:
     return "\n".join([f"| {header} |", "|---" * columns + "|", *lines]) + "\n"
 
 
-TABLES = {"ceilings": ceilings, "conv-kernels": conv_kernels, "detectors": detectors}
+TABLES = {"detectors": detectors, "ceilings": ceilings, "conv-kernels": conv_kernels}
 
 if __name__ == "__main__":
     sys.exit(main())
