@@ -31,6 +31,7 @@ format: $(READY)
 
 bench: $(READY)  ## times this machine's GPU; rows land in benchmarks/results/
 	$(BIN)/python benchmarks/kernels.py --op conv2d_act --out benchmarks/results/kernels.jsonl
+	$(BIN)/python benchmarks/yolo26.py --scale n s m l x --out benchmarks/results/yolo26.jsonl
 
 clean:
 	rm -rf .venv $(OUT) .pytest_cache .ruff_cache .hypothesis
