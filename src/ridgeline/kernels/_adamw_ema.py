@@ -24,7 +24,7 @@ _CHUNKS = tl.constexpr(len(CHUNKS))
 @triton.jit
 def scalars_kernel(
     settings_ptr, scalars_ptr, norm_ptr, found_inf_ptr, inverse_scale_ptr, average_decay_ptr, updates_ptr, tensors,
-    CLIP: tl.constexpr, WARMUP: tl.constexpr, BLOCK: tl.constexpr,
+    CLIP: tl.constexpr, WARMUP: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Count the step and write each tensor's scalars; one program, because it also counts the average's updates.
 
@@ -44,8 +44,8 @@ def scalars_kernel(
             average_decay = tl.minimum(average_decay, (1.0 + updates) / (10.0 + updates))
         average_blend = 1.0 - average_decay
         tl.store(updates_ptr, updates + 1.0)
-    for start in range(0, tensors, BLOCK):
-        tensor = start + tl.arange(0, BLOCK)
+    for block in range(BLOCKS):
+        tensor = block * BLOCK + tl.arange(0, BLOCK)
         inside = tensor < tensors
         setting = settings_ptr + tensor * _SETTINGS
         step_ptr = tl.load(setting, mask=inside, other=0).to(tl.pointer_type(tl.float32))
@@ -111,8 +111,8 @@ def _update_chunk(
 ):  # fmt: skip
     i = tl.arange(0, BLOCK)
     inside = i // UNIT < count // UNIT
-    # The host refuses addresses that 16 does not divide, and chunks start at multiples of BLOCK. Of bf16 only 8 is said:
-    # four elements a thread as in fp32, where eight would send everything through shared memory between two layouts.
+    # The host refuses addresses that 16 does not divide, and chunks start at multiples of BLOCK. Of bf16 only 8 is
+    # said: four elements a thread as in fp32, where eight would send all through shared memory between two layouts.
     gradient_address = tl.load(gradient_ptr)
     first = tl.load(row + 6)
     if BF16_GRADIENTS:
@@ -153,7 +153,7 @@ def _update_chunk(
 
 @triton.jit
 def _mix(old, new, keep, blend):
-    """keep·old + blend·new, where keep + blend = 1; rounding the larger weight, as 0.999, does not add up over steps."""
+    """keep·old + blend·new of weights whose sum is 1, by the smaller: the rounding of 0.999 would add up over steps."""
     slow = keep >= 0.5
     base, other = tl.where(slow, old, new), tl.where(slow, new, old)
     return base + tl.where(slow, blend, keep) * (other - base)

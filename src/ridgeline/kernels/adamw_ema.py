@@ -19,8 +19,9 @@ float64; the second touches each element once. Per parameter that is, with fp32 
 
     5·4 bytes read + 4·4 + 2 bytes written = 38 bytes          (`cost`)
 
-against 58 of a clip in place, fused AdamW, lerp and cast. Nothing is read on the host, so a step can be captured.
-Offsets of views must leave addresses that 16 divides. Raises ValueError or TypeError for anything else.
+against 54 of a clip in place, fused AdamW, lerp and cast; the norm, computed before, reads 4 more either way. Nothing
+is read on the host, so a step can be captured. Offsets of views must leave addresses that 16 divides. Raises ValueError
+or TypeError for anything else.
 
 Not in `kernels.ALL`: those ops return one tensor, are functional, and appear in exported graphs; this writes lists of
 tensors in place, outside of any graph. Its meaning in plain PyTorch is that of the three named above.
@@ -35,13 +36,15 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ridgeline.cost import Cost
 from ridgeline.kernels._adamw_ema import CHUNKS, SCALARS, SETTINGS, scalars_kernel, update_kernel
+from ridgeline.kernels._nhwc import cdiv
 from ridgeline.kernels._op import Launch, check_launchable
 
 _BLOCK_TENSORS = 128  # of the first kernel
-_FLOPS = 18  # of one parameter with everything; the bytes take a hundred times longer
+_FLOPS = 19  # of one parameter with everything, a root and a quotient among them; it is the bytes that take the time
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,11 +81,11 @@ class Config:
 
     @property
     def is_valid(self) -> bool:
-        """Whether every thread has 8 to 32 elements: two 16-byte accesses in fp32, and no more than registers hold."""
-        return self.num_warps in (1, 2, 4, 8, 16) and self.block // (32 * self.num_warps) in (8, 16, 32)
+        """Whether every thread has 4, 8 or 16 elements: 16-byte accesses in fp32, and no more than registers hold."""
+        return self.num_warps in (1, 2, 4, 8, 16) and self.block / (32 * self.num_warps) in (4, 8, 16)
 
 
-CONFIGS = (Config(), Config(2048, 8), Config(2048, 4), Config(4096, 8))  # worth timing, the default first
+CONFIGS = (Config(), Config(512, 4), Config(2048, 8), Config(2048, 4))  # worth timing, the default first
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,8 +125,8 @@ def build(
     `averaging` goes with `averages` in every group; `max_norm` None never clips.
     """
     groups = tuple(groups)
-    if not config.is_valid or config.block & (config.block - 1):
-        _refuse(f"{config} must have a power of two of 8, 16 or 32 elements a thread")
+    if not config.is_valid:
+        _refuse(f"{config} must have 1, 2, 4, 8 or 16 warps and 4, 8 or 16 elements a thread")
     _check_groups(groups, averaging)
     device = groups[0].lr.device
     settings = torch.tensor([row for group in groups for row in _settings(group, max_norm)], dtype=torch.int64)
@@ -153,7 +156,9 @@ def locate(plan: Plan, gradients: Sequence[Tensor]) -> Gradients:
     for gradient, parameter in zip(gradients, parameters, strict=True):
         _check_like("a gradient", gradient, parameter, gradients[0].dtype)
     addresses = torch.zeros(len(gradients), dtype=torch.int64, device=plan.chunks.device)
-    torch._foreach_add_(list(addresses.unbind()), [gradient.data_ptr() for gradient in gradients])
+    torch._foreach_add_(  # pyright: ignore[reportPrivateImportUsage]
+        list(addresses.unbind()), [gradient.data_ptr() for gradient in gradients]
+    )
     return Gradients(gradients, addresses)
 
 
@@ -174,6 +179,8 @@ def step_(
     check_launchable("adamw_ema", update_kernel, plan.chunks)
     for launch in launches(plan, gradients, norm=norm, found_inf=found_inf, inverse_scale=inverse_scale):
         launch.run()
+    # as PyTorch's own in-place operators do, for autograd and for those who watch weights
+    increment_version([t for group in plan.groups for t in (*_kept(group), *group.copies, *group.steps)])
 
 
 def launches(
@@ -207,6 +214,7 @@ def launches(
         constants={
             "CLIP": plan.clips,
             "WARMUP": averaging is not None and averaging.warmup,
+            "BLOCKS": cdiv(len(plan.settings), _BLOCK_TENSORS),
             "BLOCK": _BLOCK_TENSORS,
         },
         num_warps=4,
@@ -268,12 +276,14 @@ def _chunks(groups: tuple[Group, ...], block: int) -> Tensor:
     tensor = 0
     for group in groups:
         nothing = (None,) * len(group.parameters)
-        fp32 = (group.parameters, group.exp_avgs, group.exp_avg_sqs, group.averages or nothing)
-        for *kept, copy in zip(*fp32, group.copies or nothing, strict=True):
-            numel = kept[0].numel()
+        lists = (group.exp_avgs, group.exp_avg_sqs, group.averages or nothing, group.copies or nothing)
+        for parameter, *others in zip(group.parameters, *lists, strict=True):
+            numel = parameter.numel()
             first = torch.arange(0, numel, block, dtype=torch.int64)
-            columns = [torch.zeros_like(first) if t is None else t.data_ptr() + 4 * first for t in kept]
-            columns.append(torch.zeros_like(first) if copy is None else copy.data_ptr() + 2 * first)
+            columns = [
+                torch.zeros_like(first) if t is None else t.data_ptr() + t.element_size() * first
+                for t in (parameter, *others)
+            ]
             columns += [torch.full_like(first, tensor), first, (numel - first).clamp(max=block)]
             tables.append(torch.stack(columns, dim=1))
             tensor += 1
@@ -296,7 +306,9 @@ def _check_groups(groups: tuple[Group, ...], averaging: Averaging | None) -> Non
             optional = name in ("averages", "copies") and not getattr(groups[0], name)
             expected = 0 if optional else len(group.parameters)
             if len(getattr(group, name)) != expected:
-                _refuse(f"{name} must hold {expected} tensors, as the first group has it, got {len(getattr(group, name))}")
+                _refuse(
+                    f"{name} must hold {expected} tensors, as the first group has it, got {len(getattr(group, name))}"
+                )
         if bool(group.averages) != (averaging is not None and bool(group.parameters)):
             _refuse("averages and averaging go together: give both or neither")
         for step in group.steps:
@@ -305,7 +317,9 @@ def _check_groups(groups: tuple[Group, ...], averaging: Averaging | None) -> Non
             dtype = torch.bfloat16 if name == "copies" else torch.float32
             for tensor, parameter in zip(getattr(group, name), group.parameters, strict=False):
                 if tensor.device != device:
-                    _refuse(f"all tensors must be on {device}, where the first lr is, got one of {name} on {tensor.device}")
+                    _refuse(
+                        f"all tensors must be on {device}, where the first lr is, got one of {name} on {tensor.device}"
+                    )
                 _check_like(f"one of {name}", tensor, parameter, dtype)
     written = [t.data_ptr() for group in groups for t in (*_kept(group), *group.copies, *group.steps) if t.numel()]
     if len(set(written)) != len(written):
@@ -328,7 +342,9 @@ def _check_like(name: str, tensor: Tensor, parameter: Tensor, dtype: torch.dtype
     if tensor.numel() and reach != tensor.numel():
         _refuse(f"{name} must be dense, got strides {tensor.stride()} for shape {list(tensor.shape)}")
     if tensor.data_ptr() % 16:
-        _refuse(f"{name} must begin at a multiple of 16 bytes, got a view at offset {tensor.storage_offset()}: clone it")
+        _refuse(
+            f"{name} must begin at a multiple of 16 bytes, got a view at offset {tensor.storage_offset()}: clone it"
+        )
 
 
 def _check_scalar(name: str, scalar: Tensor, device: torch.device) -> None:
