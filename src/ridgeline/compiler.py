@@ -170,8 +170,8 @@ def tune(
     problems: dict[Op, list[dict[str, Any]]] = defaultdict(list)
     # a chain is used only where it was seen to be faster than its parts, so both are measured
     apart = replace(recipe, rewrites=tuple(name for name in recipe.rewrites if name != "fuse_conv_chain"))
-    for fused in dict.fromkeys((recipe, apart)):
-        graph_module, _ = lower(module, examples, fused, explore=True)
+    for fused, explore in dict.fromkeys(((recipe, "pairs"), (recipe, "chains"), (apart, "chains"))):
+        graph_module, _ = lower(module, examples, fused, explore=explore)
         for op, arguments in tuning.problems_of(graph_module):
             problems[op].append(arguments)
     rows: list[tuned.Row] = []

@@ -19,17 +19,18 @@ _PDL_CAPABILITY = (9, 0)
 
 
 def lower(
-    module: nn.Module, inputs: Sequence[Tensor], recipe: Recipe, *, explore: bool = False
+    module: nn.Module, inputs: Sequence[Tensor], recipe: Recipe, *, explore: str = ""
 ) -> tuple[fx.GraphModule, GraphReport]:
     """The module as a graph of fused kernels in the recipe's dtype, not yet captured; `module` is untouched.
 
-    `explore` makes every fusion that may pay, also where measured times speak against it: what `tune` measures.
+    `explore` makes every fusion that may pay, also where measured times speak against it: what `tune` measures. It says
+    whether a chain may begin with two 3x3 convolutions: "pairs", or "chains" for not; "" heeds the times.
     """
     return lower_prepared(_prepared(module, recipe.torch_dtype), inputs, recipe, explore=explore)
 
 
 def lower_prepared(
-    module: nn.Module, inputs: Sequence[Tensor], recipe: Recipe, *, explore: bool = False
+    module: nn.Module, inputs: Sequence[Tensor], recipe: Recipe, *, explore: str = ""
 ) -> tuple[fx.GraphModule, GraphReport]:
     """The same for a module whose weights already have the dtype and layout they are to run in.
 

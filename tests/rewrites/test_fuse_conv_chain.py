@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from graphs import image, net, rewritten
+from graphs import check, image, net, rewritten, targets
 from ridgeline import tuned
-from ridgeline.kernels import conv2d_act, conv_chain
+from ridgeline.graph import export, repair_layout
+from ridgeline.kernels import conv2d_act, conv_chain, conv_pair_chain
 from ridgeline.models.blocks import C3k, C3k2
-from ridgeline.rewrites import fuse_conv_chain
+from ridgeline.rewrites import fuse_conv_act, fuse_conv_chain
 
 X = image(2, 8, 5, 7)
 LAYERS = {
@@ -195,3 +196,110 @@ def test_shapes_that_were_measured_are_asked_for_by_the_key_of_a_call():
     names = [argument.name for argument in node.target._schema.arguments]
     values = torch.utils._pytree.tree_map_only(torch.fx.Node, lambda n: n.meta["val"], (node.args, dict(node.kwargs)))
     assert asked[0] == (conv_chain.OP, conv_chain.OP.key(**dict(zip(names, values[0], strict=False)), **values[1]))
+
+
+PAIR = {
+    "a": nn.Conv2d(8, 16, 3, padding=1),
+    "b": nn.Conv2d(16, 8, 3, padding=1),
+    "c": nn.Conv2d(8, 24, 1),
+    "d": nn.Conv2d(24, 8, 1),
+    "strided": nn.Conv2d(8, 16, 3, padding=1, stride=2),
+    "point": nn.Conv2d(8, 16, 1),
+    "wide": nn.Conv2d(8, 144, 3, padding=1),
+    "narrow": nn.Conv2d(144, 8, 3, padding=1),
+}
+
+
+def paired(forward, explore="pairs"):
+    """The targets of the rewritten graph, which computes what the module does."""
+    module = net(forward, **PAIR)
+    graph_module = export(module, [X])
+    graph_module.meta["explore"] = explore
+    fuse_conv_act.apply(graph_module)
+    fuse_conv_chain.apply(graph_module)
+    repair_layout(graph_module, {conv2d_act.OP.overload: conv2d_act.OP})
+    check(graph_module, module, [X])
+    return graph_module, targets(graph_module)
+
+
+def bottleneck(m, x):
+    return x + F.silu(m.b(F.silu(m.a(x))))
+
+
+def with_tails(m, x):
+    return m.d(F.silu(m.c(bottleneck(m, x))))
+
+
+@pytest.mark.parametrize(("forward", "tails"), [(bottleneck, 0), (with_tails, 2)])
+def test_a_pair_fires_when_explored(forward, tails):
+    graph_module, found = paired(forward)
+    assert found == {"conv_pair_chain": 1}
+    (node,) = [n for n in graph_module.graph.nodes if n.target is conv_pair_chain.OP.overload]
+    assert node.kwargs["acts"].split()[:2] == ["silu", "silu"] and len(node.args[6]) == tails
+
+
+@pytest.mark.parametrize("explore", ["", "chains"])
+def test_a_pair_stays_apart_unmeasured(explore):
+    _, found = paired(with_tails, explore)
+    assert found == {"conv2d_act": 1, "conv_chain": 1}
+
+
+@pytest.mark.parametrize(
+    ("pair", "whole", "found"),
+    [
+        (3.5e-6, 7e-6, {"conv_pair_chain": 1, "conv_chain": 1}),  # the pair alone; the tails are a chain of their own
+        (5e-6, 4.5e-6, {"conv_pair_chain": 1}),
+        (5e-6, 6e-6, {"conv2d_act": 1, "conv_chain": 1}),  # 2 µs and a chain of 3
+        (None, None, {"conv2d_act": 1, "conv_chain": 1}),
+    ],
+)
+def test_measured_times_decide_where_a_pair_begins(monkeypatch, pair, whole, found):
+    row = tuned.Row("", "", "", "", "", {}, 2e-6, None, "", "", "", {})
+
+    def seen(op, **arguments):
+        seconds = {(conv2d_act.OP, 0): 2e-6, (conv_chain.OP, 2): 3e-6, (conv_chain.OP, 1): 1.2e-6}
+        seconds |= {(conv_pair_chain.OP, 0): pair, (conv_pair_chain.OP, 2): whole}
+        known = seconds.get((op, len(arguments.get("weights", ()))))
+        return None if known is None else replace(row, seconds=known)
+
+    monkeypatch.setattr(fuse_conv_chain, "tuned_row", seen)
+    assert paired(with_tails, "")[1] == found
+
+
+def test_a_pair_without_times_for_its_parts_stays_apart(monkeypatch):
+    row = tuned.Row("", "", "", "", "", {}, 1e-9, None, "", "", "", {})
+    monkeypatch.setattr(fuse_conv_chain, "tuned_row", lambda op, **_: row if op is conv_pair_chain.OP else None)
+    assert paired(bottleneck, "")[1] == {"conv2d_act": 2}
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: m.b(F.silu(m.a(x)) + m.point(x)),
+        lambda m, x: (m.b(h := F.silu(m.a(x))), h),
+        lambda m, x: m.b(F.silu(m.strided(x))),
+        lambda m, x: m.b(F.silu(m.point(x))),
+        lambda m, x: F.conv2d(m.a(x), m.b.weight, padding=1, stride=2),
+        lambda m, x: m.narrow(m.wide(x)),
+    ],
+    ids=["residual", "another reader", "stride 2", "1x1", "stride 2 behind", "more than a program holds"],
+)
+def test_a_pair_does_not_fire_when(forward):
+    assert paired(forward)[1]["conv_pair_chain"] == 0
+
+
+def test_a_pair_is_asked_for_by_the_key_of_a_call(monkeypatch):
+    asked = []
+    row = tuned.Row("", "", "", "", "", {}, 1e-6, None, "", "", "", {})
+
+    def seen(op, **arguments):
+        asked.append((op, op.key(**arguments)))
+        return replace(row, seconds=1e-7 if op is conv_pair_chain.OP else 1e-6)
+
+    monkeypatch.setattr(fuse_conv_chain, "tuned_row", seen)
+    graph_module, found = paired(with_tails, "")
+    node = next(n for n in graph_module.graph.nodes if n.target is conv_pair_chain.OP.overload)
+    names = [argument.name for argument in node.target._schema.arguments]
+    values = torch.utils._pytree.tree_map_only(torch.fx.Node, lambda n: n.meta["val"], (node.args, dict(node.kwargs)))
+    key = conv_pair_chain.OP.key(**dict(zip(names, values[0], strict=False)), **values[1])
+    assert found == {"conv_pair_chain": 1} and (conv_pair_chain.OP, key) in asked

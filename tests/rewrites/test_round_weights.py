@@ -163,3 +163,15 @@ def test_rounding_is_to_nearest_even_and_keeps_what_is_no_number():
     relative = ((once - random) / random).abs()
     assert 2.0**-12 < relative.max() <= 2.0**-11
     assert abs(((once - random) * random.sign()).mean()) < 2.0**-16, "no bias, which cutting has"
+
+
+def test_both_weights_of_a_pair_are_rounded():
+    module = net(lambda m, x: m.b(F.silu(m.a(x))), a=nn.Conv2d(8, 16, 3, padding=1), b=nn.Conv2d(16, 8, 3, padding=1))
+    graph_module = export(module, (X,))
+    graph_module.meta["explore"] = "pairs"
+    for name in ("fuse_conv_act", "fuse_conv_chain"):
+        BY_NAME[name](graph_module)
+    (node,) = [n for n in graph_module.graph.nodes if "conv_pair_chain" in str(n.target)]
+    node.kwargs = {**node.kwargs, "precision": "tf32"}
+    assert round_weights.apply(graph_module) == 2
+    assert all(is_rounded(weight) for at in (1, 3) for weight in weights(graph_module, "conv_pair_chain", at))

@@ -5,6 +5,7 @@ from ridgeline.kernels import (
     attention_position,
     conv2d_act,
     conv_chain,
+    conv_pair_chain,
     depthwise_conv2d_act,
     detect_topk,
     letterbox_conv_act,
@@ -17,6 +18,7 @@ from ridgeline.kernels._op import Sample as Sample
 ALL = (
     conv2d_act.OP,
     conv_chain.OP,
+    conv_pair_chain.OP,
     depthwise_conv2d_act.OP,
     upsample_concat_conv_act.OP,
     letterbox_conv_act.OP,

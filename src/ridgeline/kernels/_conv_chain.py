@@ -49,12 +49,12 @@ def conv_chain_kernel(
     n2 = n if TAILS == 2 else tl.arange(0, B2)
 
     # What never changes is asked for before the wait where registers can hold it, and so is ready when x is.
-    bias1 = _bias(bias1_ptr, n1, K1)
-    bias2 = _bias(bias2_ptr, n2, K2)
-    bias3 = _bias(bias3_ptr, n, K3)
-    weights1 = _early_weights(weight1_ptr, n1, K0, K1, E1, B0, BLOCK_K, EARLY)
-    weights2 = _early_weights(weight2_ptr, n2, K1, K2, E2, B1, BLOCK_K, EARLY and TAILS > 1)
-    weights3 = _early_weights(weight3_ptr, n, K2, K3, E3, B2, BLOCK_K, EARLY and TAILS > 2)
+    bias1 = bias_of(bias1_ptr, n1, K1)
+    bias2 = bias_of(bias2_ptr, n2, K2)
+    bias3 = bias_of(bias3_ptr, n, K3)
+    weights1 = early_weights(weight1_ptr, n1, K0, K1, E1, B0, BLOCK_K, EARLY)
+    weights2 = early_weights(weight2_ptr, n2, K1, K2, E2, B1, BLOCK_K, EARLY and TAILS > 1)
+    weights3 = early_weights(weight3_ptr, n, K2, K3, E3, B2, BLOCK_K, EARLY and TAILS > 2)
     image, row, column = split_pixel(m, HO, WO)  # pyright: ignore[reportGeneralTypeIssues]
     h = row * STRIDE_H - PAD_H
     w = column * STRIDE_W - PAD_W
@@ -62,7 +62,7 @@ def conv_chain_kernel(
     x_tap = x_ptr + ((image * H + h) * W + w) * X_PITCH
     PADDED: tl.constexpr = PAD_H > 0 or PAD_W > 0
     STEPS: tl.constexpr = (R * S * C + BLOCK_K - 1) // BLOCK_K
-    acc = tl.zeros((BLOCK_M, B0), tl.float32) + _bias(bias_ptr, n0, K0)[None, :]
+    acc = tl.zeros((BLOCK_M, B0), tl.float32) + bias_of(bias_ptr, n0, K0)[None, :]
     valid_0 = valid_m[:, None] & (n0 < K0)[None, :]
     if DEPTHWISE:
         taps = ()
@@ -72,9 +72,9 @@ def conv_chain_kernel(
         wait_for_predecessor(PDL)
         if residual_ptr is not None:
             residual = tl.load(residual_ptr + m[:, None] * RESIDUAL_PITCH + n0[None, :], mask=valid_0, other=0.0)
-        extras1 = _early_extras(extra1_ptr, m, valid_m, E1, PITCH1, BLOCK_K, EARLY)
-        extras2 = _early_extras(extra2_ptr, m, valid_m, E2, PITCH2, BLOCK_K, EARLY and TAILS > 1)
-        extras3 = _early_extras(extra3_ptr, m, valid_m, E3, PITCH3, BLOCK_K, EARLY and TAILS > 2)
+        extras1 = early_extras(extra1_ptr, m, valid_m, E1, PITCH1, BLOCK_K, EARLY)
+        extras2 = early_extras(extra2_ptr, m, valid_m, E2, PITCH2, BLOCK_K, EARLY and TAILS > 1)
+        extras3 = early_extras(extra3_ptr, m, valid_m, E3, PITCH3, BLOCK_K, EARLY and TAILS > 2)
         for r in tl.static_range(R):
             for s in tl.static_range(S):
                 inside = valid_m & (h + r >= 0) & (h + r < H) & (w + s >= 0) & (w + s < W)
@@ -96,9 +96,9 @@ def conv_chain_kernel(
         wait_for_predecessor(PDL)
         if residual_ptr is not None:
             residual = tl.load(residual_ptr + m[:, None] * RESIDUAL_PITCH + n0[None, :], mask=valid_0, other=0.0)
-        extras1 = _early_extras(extra1_ptr, m, valid_m, E1, PITCH1, BLOCK_K, EARLY)
-        extras2 = _early_extras(extra2_ptr, m, valid_m, E2, PITCH2, BLOCK_K, EARLY and TAILS > 1)
-        extras3 = _early_extras(extra3_ptr, m, valid_m, E3, PITCH3, BLOCK_K, EARLY and TAILS > 2)
+        extras1 = early_extras(extra1_ptr, m, valid_m, E1, PITCH1, BLOCK_K, EARLY)
+        extras2 = early_extras(extra2_ptr, m, valid_m, E2, PITCH2, BLOCK_K, EARLY and TAILS > 1)
+        extras3 = early_extras(extra3_ptr, m, valid_m, E3, PITCH3, BLOCK_K, EARLY and TAILS > 2)
         if UNROLL:
             gathered = ()
             for step in tl.static_range(STEPS):
@@ -123,12 +123,33 @@ def conv_chain_kernel(
     if residual_ptr is not None:
         acc += residual.to(tl.float32)
 
-    # between stages a value is rounded, as if it had been stored
     dtype = y_ptr.dtype.element_ty
+    acc = tails(
+        acc, weights1, weights2, weights3, extras1, extras2, extras3,
+        weight1_ptr, weight2_ptr, weight3_ptr, bias1, bias2, bias3, extra1_ptr, extra2_ptr, extra3_ptr,
+        m, valid_m, n1, n2, n, dtype, K0, K1, K2, K3, E1, E2, E3, PITCH1, PITCH2, PITCH3, ACT1, ACT2, ACT3,
+        SKIP1, SKIP2, SKIP3, TAILS, PRECISION, ROUNDING, EARLY, BLOCK_K,
+    )  # fmt: skip
+    tl.store(y_ptr + m[:, None] * Y_PITCH + n[None, :], acc.to(dtype), mask=valid_m[:, None] & (n < K)[None, :])
+
+
+@triton.jit
+def tails(
+    acc, weights1, weights2, weights3, extras1, extras2, extras3,
+    weight1_ptr, weight2_ptr, weight3_ptr, bias1, bias2, bias3, extra1_ptr, extra2_ptr, extra3_ptr,
+    m, valid_m, n1, n2, n3, dtype: tl.constexpr,
+    K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, K3: tl.constexpr,
+    E1: tl.constexpr, E2: tl.constexpr, E3: tl.constexpr,
+    PITCH1: tl.constexpr, PITCH2: tl.constexpr, PITCH3: tl.constexpr,
+    ACT1: tl.constexpr, ACT2: tl.constexpr, ACT3: tl.constexpr,
+    SKIP1: tl.constexpr, SKIP2: tl.constexpr, SKIP3: tl.constexpr,
+    TAILS: tl.constexpr, PRECISION: tl.constexpr, ROUNDING: tl.constexpr, EARLY: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """The value of the last stage, fp32, from that of stage 0; between stages it is rounded, as if it were stored."""
     value0 = acc.to(dtype)
     acc = _tail(
         value0, weights1, extras1, weight1_ptr, bias1, extra1_ptr, m, valid_m, n1,
-        K0, K1, E1, PITCH1, ACT1, PRECISION, ROUNDING, EARLY, BLOCK_K,
+        K0, K1, E1, PITCH1, ACT1, PRECISION, ROUNDING, EARLY, BLOCK_E,
     )  # fmt: skip
     if SKIP1 == 0:
         acc += value0.to(tl.float32)
@@ -136,7 +157,7 @@ def conv_chain_kernel(
         value1 = acc.to(dtype)
         acc = _tail(
             value1, weights2, extras2, weight2_ptr, bias2, extra2_ptr, m, valid_m, n2,
-            K1, K2, E2, PITCH2, ACT2, PRECISION, ROUNDING, EARLY, BLOCK_K,
+            K1, K2, E2, PITCH2, ACT2, PRECISION, ROUNDING, EARLY, BLOCK_E,
         )  # fmt: skip
         if SKIP2 == 0:
             acc += value0.to(tl.float32)
@@ -145,8 +166,8 @@ def conv_chain_kernel(
         if TAILS > 2:
             value2 = acc.to(dtype)
             acc = _tail(
-                value2, weights3, extras3, weight3_ptr, bias3, extra3_ptr, m, valid_m, n,
-                K2, K3, E3, PITCH3, ACT3, PRECISION, ROUNDING, EARLY, BLOCK_K,
+                value2, weights3, extras3, weight3_ptr, bias3, extra3_ptr, m, valid_m, n3,
+                K2, K3, E3, PITCH3, ACT3, PRECISION, ROUNDING, EARLY, BLOCK_E,
             )  # fmt: skip
             if SKIP3 == 0:
                 acc += value0.to(tl.float32)
@@ -154,11 +175,11 @@ def conv_chain_kernel(
                 acc += value1.to(tl.float32)
             if SKIP3 == 2:
                 acc += value2.to(tl.float32)
-    tl.store(y_ptr + m[:, None] * Y_PITCH + n[None, :], acc.to(dtype), mask=valid_m[:, None] & (n < K)[None, :])
+    return acc
 
 
 @triton.jit
-def _bias(bias_ptr, n, K: tl.constexpr):
+def bias_of(bias_ptr, n, K: tl.constexpr):
     bias = tl.zeros((n.shape[0],), tl.float32)
     if bias_ptr is not None:
         bias += tl.load(bias_ptr + n, mask=n < K, other=0.0).to(tl.float32)
@@ -166,7 +187,7 @@ def _bias(bias_ptr, n, K: tl.constexpr):
 
 
 @triton.jit
-def _early_weights(
+def early_weights(
     weight_ptr, n, K_IN: tl.constexpr, K_OUT: tl.constexpr, E: tl.constexpr, B_IN: tl.constexpr,
     BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -181,7 +202,7 @@ def _early_weights(
 
 
 @triton.jit
-def _early_extras(
+def early_extras(
     extra_ptr, m, valid_m, E: tl.constexpr, PITCH: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     blocks = ()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ridgeline.kernels._conv import ConvCall
-from ridgeline.kernels._nhwc import ACTIVATIONS, check_map, share_elements
+from ridgeline.kernels._conv import INT32_ELEMENTS, ConvCall
+from ridgeline.kernels._nhwc import ACTIVATIONS, check_map, pixel_pitch, share_elements
 from ridgeline.kernels.conv2d_act import PRECISIONS
 from ridgeline.kernels.depthwise_conv2d_act import is_packed
 
@@ -22,6 +23,7 @@ class Problem(ConvCall):
     """One call, checked."""
 
     name = "conv_chain"
+    convolutions: ClassVar[int] = 1  # in front of the tails
 
     weights: Sequence[Tensor] = ()
     biases: Sequence[Tensor | None] = ()
@@ -31,22 +33,20 @@ class Problem(ConvCall):
     precision: str = "tf32"
 
     def check_weight(self) -> None:
-        x, weight, count = self.x, self.weight, len(self.weights)
+        x, count, acts = self.x, len(self.weights), self.acts.split()
         if self.precision not in PRECISIONS:
             self.refuse(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
-        if not 1 <= count <= MOST_TAILS or {len(self.biases), len(self.extras), len(self.skips)} != {count}:
-            self.refuse(f"needs 1 to {MOST_TAILS} tails, and as many biases, extras and skips, got {count} weights")
-        if len(self.acts.split()) != count + 1 or not set(self.acts.split()) <= set(ACTIVATIONS):
-            self.refuse(f"acts must name {count + 1} of {', '.join(ACTIVATIONS)}, got {self.acts!r}")
+        fewest = 2 - self.convolutions
+        if not fewest <= count <= MOST_TAILS or {len(self.biases), len(self.extras), len(self.skips)} != {count}:
+            self.refuse(
+                f"needs {fewest} to {MOST_TAILS} tails, and as many biases, extras and skips, got {count} weights"
+            )
+        if len(acts) != count + self.convolutions or not set(acts) <= set(ACTIVATIONS):
+            self.refuse(f"acts must name {count + self.convolutions} of {', '.join(ACTIVATIONS)}, got {self.acts!r}")
         if not all(-1 <= skip <= i and (skip < 0 or self._agrees(i, skip)) for i, skip in enumerate(self.skips)):
             self.refuse(f"skips must each be -1 or an earlier stage with as many channels, got {tuple(self.skips)}")
-        packed = is_packed(weight) if self.depthwise else weight.is_contiguous(memory_format=torch.channels_last)
-        if 0 in weight.shape or not packed or (not self.depthwise and weight.shape[1] != x.shape[1]):
-            self.refuse(
-                f"weight must be channels_last of {x.shape[1]} channels, or a packed depthwise filter, "
-                f"got {tuple(weight.shape)} with strides {weight.stride()}"
-            )
-        if max(self.channels[:-1]) > WIDEST:
+        self.check_filters()
+        if max(self.channels[:-1], default=0) > WIDEST:
             self.refuse(f"a value between two stages must have at most {WIDEST} channels, got {self.channels}")
         for i, (tail, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             wanted = (self.channels[i + 1], self.channels[i] + self.extra_channels[i], 1, 1)
@@ -54,6 +54,51 @@ class Problem(ConvCall):
                 self.refuse(f"weights[{i}] must be contiguous {x.dtype} of shape {wanted}, got {tuple(tail.shape)}")
             if bias is not None and (bias.shape != wanted[:1] or bias.dtype not in (torch.float32, x.dtype)):
                 self.refuse(f"biases[{i}] must have shape {wanted[:1]}, got {tuple(bias.shape)}, {bias.dtype}")
+
+    def check_filters(self) -> None:
+        """Refuse a filter in front of the tails that this kernel cannot read."""
+        x, weight = self.x, self.weight
+        packed = is_packed(weight) if self.depthwise else weight.is_contiguous(memory_format=torch.channels_last)
+        if 0 in weight.shape or not packed or (not self.depthwise and weight.shape[1] != x.shape[1]):
+            self.refuse(
+                f"weight must be channels_last of {x.shape[1]} channels, or a packed depthwise filter, "
+                f"got {tuple(weight.shape)} with strides {weight.stride()}"
+            )
+
+    @property
+    def tail_operands(self) -> dict[str, Tensor | None]:
+        """Run-time parameters of the tails; absent tails have none."""
+        numbered = [*zip(self.weights, self.biases, self.extras, strict=True), *((None, None, None),) * MOST_TAILS]
+        return {
+            f"{name}{i}_ptr": tensor
+            for i, tail in enumerate(numbered[:MOST_TAILS], start=1)
+            for name, tensor in zip(("weight", "bias", "extra"), tail, strict=True)
+        }
+
+    def stage_constants(self, blocks: Sequence[int]) -> dict[str, int | str]:
+        """Compile-time parameters of the stages, the tails' padded to three; `blocks` hold stages 0, 1 and 2."""
+        pitches = [0 if extra is None else pixel_pitch(extra) or 0 for extra in self.extras]
+        per_stage: dict[str, tuple[int, Sequence[int | str], int | str]] = {
+            "K": (0, self.channels, 0),
+            "B": (0, blocks[:MOST_TAILS], 16),
+            "ACT": (0, self.acts.split()[self.convolutions - 1 :], "none"),
+            "E": (1, self.extra_channels, 0),
+            "PITCH": (1, pitches, 0),
+            "SKIP": (1, self.skips, -1),
+        }
+        constants = {}
+        for name, (first, known, fill) in per_stage.items():
+            last = MOST_TAILS - 1 if name == "B" else MOST_TAILS
+            padded = [*known, *[fill] * (MOST_TAILS + 1)]
+            constants |= {f"{name}{i}": padded[i - first] for i in range(first, last + 1)}
+        return constants
+
+    def constants(self, y: Tensor) -> dict[str, Any]:
+        constants = super().constants(y)
+        del constants["ACT"]  # every stage has its own
+        pitches = [pixel_pitch(extra) or 0 for extra in self.extras if extra is not None]
+        constants["WIDE"] |= self.pixels * max(pitches, default=0) >= INT32_ELEMENTS
+        return constants
 
     @property
     def depthwise(self) -> bool:

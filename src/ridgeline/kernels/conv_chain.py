@@ -36,10 +36,10 @@ from torch import Tensor
 
 from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem, conv_forward, problem_of
-from ridgeline.kernels._conv import FLOATS, INT32_ELEMENTS
+from ridgeline.kernels._conv import FLOATS
 from ridgeline.kernels._conv_chain import conv_chain_kernel
-from ridgeline.kernels._conv_chain_call import MOST_TAILS, Problem
-from ridgeline.kernels._nhwc import cdiv, next_power_of_2, pixel_pitch, random_nhwc, tf32_rounding
+from ridgeline.kernels._conv_chain_call import Problem
+from ridgeline.kernels._nhwc import cdiv, next_power_of_2, random_nhwc, tf32_rounding
 from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
 from ridgeline.kernels.depthwise_conv2d_act import pack
 
@@ -194,34 +194,13 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
     if not config.is_valid(problem, target):
         raise ValueError(f"conv_chain: {config} is not valid for channels {problem.channels} on {target.arch}")
     y = problem.output()
-    constants = problem.constants(y)
-    del constants["ACT"]
-    pitches = [0 if extra is None else pixel_pitch(extra) or 0 for extra in problem.extras]
-    constants["WIDE"] |= problem.pixels * max(pitches) >= INT32_ELEMENTS
-    operands: dict[str, Tensor | int | None] = {}
-    numbered = zip(problem.weights, problem.biases, problem.extras, strict=True)
-    for i, (weight, bias, extra) in enumerate((*numbered, *((None, None, None),) * MOST_TAILS)[:MOST_TAILS], start=1):
-        operands |= {f"weight{i}_ptr": weight, f"bias{i}_ptr": bias, f"extra{i}_ptr": extra}
-    acts, blocks = problem.acts.split(), _blocks(problem)
-    per_stage = {
-        "K": (0, problem.channels),
-        "B": (0, blocks[:3]),
-        "ACT": (0, acts),
-        "E": (1, problem.extra_channels),
-        "PITCH": (1, pitches),
-        "SKIP": (1, problem.skips),
-    }
-    fill: dict[str, Any] = {"B": 16, "ACT": "none", "SKIP": -1}
-    for name, (first, known) in per_stage.items():
-        last = 2 if name == "B" else MOST_TAILS
-        padded = [*known, *[fill.get(name, 0)] * MOST_TAILS]
-        constants |= {f"{name}{i}": padded[i - first] for i in range(first, last + 1)}
     return Launch(
         kernel=conv_chain_kernel,
         grid=(_programs(problem, config),),
-        arguments={**problem.arguments(y), **operands},
+        arguments={**problem.arguments(y), **problem.tail_operands},
         constants={
-            **constants,
+            **problem.constants(y),
+            **problem.stage_constants(_blocks(problem)),
             "TAILS": len(problem.weights),
             "DEPTHWISE": problem.depthwise,
             "PRECISION": problem.precision,
@@ -290,6 +269,24 @@ def _programs(problem: Problem, config: Config) -> int:
     return cdiv(problem.pixels, config.block_m) * cdiv(problem.channels[-1], config.block_n)
 
 
+def tail_arguments(
+    tails: str, value: tuple[int, int, int, int], dtype: torch.dtype, device: str, *, with_bias: bool
+) -> dict[str, Any]:
+    """Sample tails behind a value of that shape: "channels" or "channels+extra" a stage, with "^stage" for a skip."""
+    parts = [part.partition("^") for part in tails.split()]
+    counts = [tuple(int(number) for number in f"{sizes}+0".split("+")[:2]) for sizes, _, _ in parts]
+    weights, biases, extras = [], [], []
+    n, channels, height, width = value
+    for i, (out, extra) in enumerate(counts):
+        tail = random_nhwc((out, channels + extra, 1, 1), dtype, device, seed=10 + i) * (channels + extra) ** -0.5
+        weights.append(tail.contiguous())
+        biases.append(random_nhwc((1, out, 1, 1), torch.float32, device, seed=20 + i).flatten() if with_bias else None)
+        extras.append(random_nhwc((n, extra, height, width), dtype, device, seed=30 + i) if extra else None)
+        channels = out
+    skips = [int(skip or -1) for _, _, skip in parts]
+    return {"weights": weights, "biases": biases, "extras": extras, "skips": skips}
+
+
 def _sample(
     why: str,
     x: tuple[int, int, int, int],
@@ -299,42 +296,27 @@ def _sample(
     real_size: bool = False,
     **choices: Any,
 ) -> Sample:
-    """`tails` is "channels" or "channels+extra" a stage, with "^stage" for a skip; `acts` all SiLU unless given."""
+    """`tails` as in `tail_arguments`; `acts` all SiLU unless given."""
     (k, r, s), stride = krs, choices.pop("stride", 1)
     depthwise, with_residual = choices.pop("depthwise", False), choices.pop("residual", False)
     with_bias = choices.pop("bias", True)
-    parts = [part.partition("^") for part in tails.split()]
-    counts = [tuple(int(number) for number in f"{sizes}+0".split("+")[:2]) for sizes, _, _ in parts]
-    skips = [int(skip or -1) for _, _, skip in parts]
-    acts = choices.pop("acts", " ".join(["silu"] * (1 + len(parts))))
+    acts = choices.pop("acts", " ".join(["silu"] * (1 + len(tails.split()))))
 
     def arguments(dtype: torch.dtype, device: str) -> dict[str, Any]:
         groups = x[1] if depthwise else 1
         conv = ConvProblem(x[0], x[1], k, x[2:], (r, s), (stride, stride), (r // 2, s // 2), groups=groups)
         # variance 1 in the output, as in a trained network
         weight = random_nhwc((k, x[1] // groups, r, s), dtype, device, seed=1) * (x[1] // groups * r * s) ** -0.5
-        weights, biases, extras, channels = [], [], [], k
-        for i, (out, extra) in enumerate(counts):
-            tail = random_nhwc((out, channels + extra, 1, 1), dtype, device, seed=10 + i) * (channels + extra) ** -0.5
-            weights.append(tail.contiguous())
-            biases.append(
-                random_nhwc((1, out, 1, 1), torch.float32, device, seed=20 + i).flatten() if with_bias else None
-            )
-            map_shape = (x[0], extra, conv.oh, conv.ow)
-            extras.append(random_nhwc(map_shape, dtype, device, seed=30 + i) if extra else None)
-            channels = out
+        value = (x[0], k, conv.oh, conv.ow)
         return {
             "x": random_nhwc(x, dtype, device, seed=0),
             "weight": pack(weight) if depthwise else weight,
             "bias": random_nhwc((1, k, 1, 1), torch.float32, device, seed=2).flatten() if with_bias else None,
-            "residual": random_nhwc((x[0], k, conv.oh, conv.ow), dtype, device, seed=3) if with_residual else None,
-            "weights": weights,
-            "biases": biases,
-            "extras": extras,
+            "residual": random_nhwc(value, dtype, device, seed=3) if with_residual else None,
+            **tail_arguments(tails, value, dtype, device, with_bias=with_bias),
             "stride": (stride, stride),
             "padding": (r // 2, s // 2),
             "acts": acts,
-            "skips": skips,
             **choices,
         }
 

@@ -16,7 +16,7 @@ from ridgeline.kernels import BY_OVERLOAD
 from ridgeline.kernels._nhwc import round_to_tf32
 from ridgeline.rewrites._match import add_constant, constant, finish, value
 
-_MULTIPLIED = ("weight", "weights")
+_MULTIPLIED = ("weight", "weights", "inner_weight")
 
 
 def apply(graph_module: fx.GraphModule) -> int:
