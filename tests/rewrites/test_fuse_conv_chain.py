@@ -303,3 +303,12 @@ def test_a_pair_is_asked_for_by_the_key_of_a_call(monkeypatch):
     values = torch.utils._pytree.tree_map_only(torch.fx.Node, lambda n: n.meta["val"], (node.args, dict(node.kwargs)))
     key = conv_pair_chain.OP.key(**dict(zip(names, values[0], strict=False)), **values[1])
     assert found == {"conv_pair_chain": 1} and (conv_pair_chain.OP, key) in asked
+
+
+def test_stays_apart_where_no_config_holds_its_values():
+    """A product of 256 by 256 in fp32 fits no multiprocessor's shared memory."""
+    layers = {"a": nn.Conv2d(8, 136, 1), "b": nn.Conv2d(136, 136, 1), "c": nn.Conv2d(136, 8, 1)}
+    module = net(lambda m, x: m.c(F.silu(m.b(F.silu(m.a(x))))), **layers)
+    graph_module, found = rewritten(module, [image(1, 8, 3, 3)], "fuse_conv_act", "fuse_conv_chain")
+    assert found == {"conv_chain": 1, "conv2d_act": 1}
+    assert len(chain_of(graph_module).args[4]) == 1

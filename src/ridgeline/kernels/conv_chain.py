@@ -155,19 +155,17 @@ def default_config(problem: Problem, target: Target) -> Config:
 
     Where pixels are too few for that, its columns are dealt out. Operands are loaded early if registers hold them.
     """
-    block_k, widest = _block_k(problem), _widest(problem)
-    # a thread holds nine taps of a depthwise filter beside its sums
-    rows = (32, 16) if problem.depthwise else (64, 32, 16)
-    tiles = [(m, widest) for m in rows] + [(16, n) for n in (128, 64, 32, 16) if n < widest]
-    short = problem.conv.c * problem.conv.taps * problem.x.element_size() <= _SHORT_BYTES
-    stages = (1, 3, 2) if short or problem.depthwise else (3, 2, 1)
-    variants = [(w, s, early) for early in (True, False) for s in stages for w in (4, 8)]
-    tried = [Config(m, n, block_k, *variant) for m, n in tiles for variant in variants]
-    valid = [config for config in tried if config.is_valid(problem, target)]
+    valid = [config for config in _likely(problem) if config.is_valid(problem, target)]
     if not valid:
         raise ValueError(f"conv_chain: channels {problem.channels} are too many for {target.arch}: run them one by one")
     filling = (config for config in valid if 2 * _programs(problem, config) >= target.sm_count)
     return next(filling, max(valid, key=lambda config: _programs(problem, config)))
+
+
+def fits(*, target: Target | None = None, **arguments: Any) -> bool:
+    """Whether a config is valid for this call: registers or shared memory may not hold its values."""
+    problem = Problem(**arguments)
+    return any(config.is_valid(problem, target or target_of(problem.x)) for config in _likely(problem))
 
 
 def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
@@ -250,6 +248,18 @@ def _cast(bias: Tensor | None, like: Tensor) -> Tensor | None:
 def _blocks(problem: Problem) -> tuple[int, ...]:
     """Columns that hold the value of each stage but the last, whose columns a config deals out."""
     return tuple(max(16, next_power_of_2(channels)) for channels in problem.channels[:-1])
+
+
+def _likely(problem: Problem) -> list[Config]:
+    """Tiles of most pixels first, then narrower last stages; of each, what loads most ahead first."""
+    block_k, widest = _block_k(problem), _widest(problem)
+    # a thread holds nine taps of a depthwise filter beside its sums
+    rows = (32, 16) if problem.depthwise else (64, 32, 16)
+    tiles = [(m, widest) for m in rows] + [(16, n) for n in (128, 64, 32, 16) if n < widest]
+    short = problem.conv.c * problem.conv.taps * problem.x.element_size() <= _SHORT_BYTES
+    stages = (1, 3, 2) if short or problem.depthwise else (3, 2, 1)
+    variants = [(w, s, early) for early in (True, False) for s in stages for w in (4, 8)]
+    return [Config(m, n, block_k, *variant) for m, n in tiles for variant in variants]
 
 
 def _widest(problem: Problem) -> int:

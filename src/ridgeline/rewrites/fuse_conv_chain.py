@@ -92,8 +92,9 @@ def _longest(graph_module: fx.GraphModule, first: fx.Node) -> list[_Stage]:
     best = 0
     for stage in _stages(graph_module, first):
         chain.append(stage)
-        fits = _closed(first, chain) and not _in_its_own_way(first, chain)
-        if fits and _pays(first, chain) and not _loses(graph_module, first, chain):
+        whole = _closed(first, chain) and not _in_its_own_way(first, chain)
+        worth = whole and _pays(first, chain) and not _loses(graph_module, first, chain)
+        if worth and _fits(graph_module, first, chain):
             best = len(chain)
     return chain[:best]
 
@@ -246,15 +247,17 @@ def _seconds(
     return math.inf if row is None else row.seconds
 
 
-def _fits(graph_module: fx.GraphModule, outer: fx.Node, chain: Sequence[_Stage], *, inner: fx.Node) -> bool:
-    """Whether the GPU holds what a program of such a pair keeps, in the layout that maps have in the end."""
+def _fits(
+    graph_module: fx.GraphModule, first: fx.Node, chain: Sequence[_Stage], *, inner: fx.Node | None = None
+) -> bool:
+    """Whether the GPU holds what a program of such a kernel keeps, in the layout that maps have in the end."""
 
     def laid_out(given: Any) -> Any:
-        is_map = isinstance(given, Tensor) and given.dim() == 4
-        return given.contiguous(memory_format=torch.channels_last) if is_map else given
+        return given.contiguous(memory_format=torch.channels_last) if isinstance(given, Tensor) else given
 
-    call = _call(graph_module, outer, chain, inner=inner)
-    return conv_pair_chain.fits(**tree_map(laid_out, call))
+    call = _call(graph_module, first, chain, inner=inner)
+    call |= {name: tree_map(laid_out, call[name]) for name in ("x", "residual", "extras")}
+    return (conv_chain if inner is None else conv_pair_chain).fits(**call)
 
 
 def _call(
