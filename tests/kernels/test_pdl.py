@@ -41,10 +41,12 @@ CONSTANT = ("weight", "bias", "rows", "columns")
 
 
 def jit_functions() -> dict[str, Any]:
-    """Every kernel of the package, by its name: @triton.jit functions whose name ends in _kernel."""
+    """Every kernel that may start early, by its name: @triton.jit functions called …_kernel that take PDL."""
     names = [f"ridgeline.kernels.{module.name}" for module in pkgutil.iter_modules(kernels_package.__path__)]
     values = [item for name in names for item in vars(importlib.import_module(name)).items()]
-    return {name: value for name, value in values if name.endswith("_kernel") and hasattr(value, "fn")}
+    return {
+        name: value for name, value in values if name.endswith("_kernel") and "PDL" in getattr(value, "arg_names", ())
+    }
 
 
 @dataclass
