@@ -7,19 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from chain_calls import CHANNELS, DEVICE, HAS_GPU, bias, check, check_into, sliced, tails, tensor
 from torch import Tensor
 
 from ridgeline.kernels import conv_chain
 from ridgeline.kernels._nhwc import random_nhwc
 from ridgeline.kernels._op import typical_target
 from ridgeline.kernels.depthwise_conv2d_act import pack
-from ridgeline.numerics import TF32_EPS, compare, to_float64
+from ridgeline.numerics import TF32_EPS
 
-HAS_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if HAS_GPU else "cpu"
 CASES = 300 if HAS_GPU else 100  # the interpreter takes a quarter of a second for one
-CHANNELS = (1, 3, 8, 16, 24)
-REORDERED_SUMS = 2.0**-21  # relative: what the orders of up to four sums after one another differ by in fp32
 
 
 def chain(seed: int, *, sizes: tuple[int, ...] = (1, 2, 5)) -> dict[str, Any]:
@@ -32,54 +29,26 @@ def chain(seed: int, *, sizes: tuple[int, ...] = (1, 2, 5)) -> dict[str, Any]:
     stride, padding = draw.choice((1, 1, 2)), r // 2
     oh, ow = ((side + 2 * padding - r) // stride + 1 for side in (h, w))
     count = draw.choice((1, 2, 3))
-    channels, weights, biases, extras, skips = [k], [], [], [], []
-    for i in range(count):
-        out, extra = draw.choice(CHANNELS), draw.choice((0, 0, 5, 24))
-        weights.append(tensor((out, channels[-1] + extra, 1, 1), seed + i, dtype) * (channels[-1] + extra) ** -0.5)
-        weights[-1] = weights[-1].contiguous()
-        biases.append(draw.choice((None, tensor((1, out, 1, 1), seed + 10 + i, torch.float32).flatten())))
-        extras.append(sliced((n, extra, oh, ow), seed + 20 + i, dtype, draw) if extra else None)
-        skips.append(draw.choice([-1, -1, *(j for j, have in enumerate(channels) if have == out)]))
-        channels.append(out)
+    behind = tails(count, (n, k, oh, ow), seed, dtype, draw)
     weight = tensor((k, 1 if depthwise else c, r, r), seed + 30, dtype) * ((1 if depthwise else c) * r * r) ** -0.5
     return {
         "x": sliced((n, c, h, w), seed + 40, dtype, draw),
         "weight": pack(weight) if depthwise else weight,
-        "bias": draw.choice((None, tensor((1, k, 1, 1), seed + 50, torch.float32).flatten())),
+        "bias": draw.choice((None, bias(k, seed + 50))),
         "residual": draw.choice((None, sliced((n, k, oh, ow), seed + 60, dtype, draw))),
-        "weights": weights,
-        "biases": biases,
-        "extras": extras,
+        **behind,
         "stride": (stride, stride),
         "padding": (padding, padding),
-        "acts": " ".join(draw.choice(("silu", "none")) for _ in channels),
-        "skips": skips,
+        "acts": " ".join(draw.choice(("silu", "none")) for _ in range(count + 1)),
         "precision": "ieee",
     }
-
-
-def tensor(shape: tuple[int, int, int, int], seed: int, dtype: torch.dtype) -> Tensor:
-    return random_nhwc(shape, dtype, DEVICE, seed=seed)
-
-
-def sliced(shape: tuple[int, int, int, int], seed: int, dtype: torch.dtype, draw: random.Random) -> Tensor:
-    n, c, h, w = shape
-    before, behind = draw.choice(((0, 0), (0, 0), (3, 0), (8, 16)))
-    return tensor((n, before + c + behind, h, w), seed, dtype)[:, before : before + c]
-
-
-def check(arguments: dict[str, Any], y: Tensor, *, eps: float | None = None) -> None:
-    exact, eager = conv_chain.reference(**to_float64(arguments)), conv_chain.reference(**arguments)
-    eps = REORDERED_SUMS if eps is None and y.dtype == torch.float32 else eps
-    verdict = compare(y, exact, eager, error_factor=conv_chain.OP.error_factor, eps=eps)
-    assert verdict.passed, f"{verdict.reason}: {conv_chain.OP.key(**arguments)}"
 
 
 @pytest.mark.parametrize("first", range(0, CASES, 20))
 def test_random_chains(first):
     for seed in range(first, first + 20):
         arguments = chain(seed)
-        check(arguments, conv_chain.OP(**arguments))
+        check(conv_chain.OP, arguments, conv_chain.OP(**arguments))
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -94,20 +63,13 @@ def test_every_tile_on_odd_maps(block_m, block_n, early):
             launch = conv_chain.plan(config=config, **arguments)
             launch.output.fill_(float("nan"))
             launch.run()
-            check(arguments, launch.output)
+            check(conv_chain.OP, arguments, launch.output)
             checked += 1
     assert checked
 
 
 def test_writes_into_a_slice_and_leaves_the_rest_alone():
-    arguments = chain(5)
-    right = conv_chain.OP(**arguments)
-    n, k, h, w = right.shape
-    buffer = torch.full((n, k + 9, h, w), 7.0, dtype=right.dtype, device=DEVICE)
-    buffer = buffer.contiguous(memory_format=torch.channels_last)
-    conv_chain.OP.into(buffer[:, 4 : 4 + k], **arguments)
-    assert torch.equal(buffer[:, 4 : 4 + k], right)
-    assert (buffer[:, :4] == 7).all() and (buffer[:, 4 + k :] == 7).all()
+    check_into(conv_chain.OP, chain(5))
 
 
 def plain(**changes: Any) -> dict[str, Any]:
@@ -170,4 +132,4 @@ def test_every_candidate_is_right(sample, dtype):
     for config in conv_chain.candidates(**arguments):
         launch = conv_chain.plan(config=config, **arguments)
         launch.run()
-        check(arguments, launch.output, eps=TF32_EPS if dtype == torch.float32 else None)
+        check(conv_chain.OP, arguments, launch.output, eps=TF32_EPS if dtype == torch.float32 else None)

@@ -7,18 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from chain_calls import CHANNELS, DEVICE, HAS_GPU, bias, check, check_into, sliced, tails, tensor
 from torch import Tensor
 
 from ridgeline.kernels import conv_chain, conv_pair_chain
 from ridgeline.kernels._nhwc import random_nhwc
 from ridgeline.kernels._op import typical_target
-from ridgeline.numerics import TF32_EPS, compare, to_float64
+from ridgeline.numerics import TF32_EPS
 
-HAS_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if HAS_GPU else "cpu"
 CASES = 300 if HAS_GPU else 60
-CHANNELS = (1, 3, 8, 16, 24)
-REORDERED_SUMS = 2.0**-21  # relative: what the orders of up to five sums after one another differ by in fp32
 
 
 def pair(seed: int, *, sizes: tuple[int, ...] = (1, 2, 5)) -> dict[str, Any]:
@@ -27,15 +24,7 @@ def pair(seed: int, *, sizes: tuple[int, ...] = (1, 2, 5)) -> dict[str, Any]:
     dtype = draw.choice((torch.float32, torch.float16))
     n, c, h, w = draw.choice((1, 1, 2)), draw.choice(CHANNELS), draw.choice(sizes), draw.choice(sizes)
     inner, k, count = draw.choice(CHANNELS), draw.choice(CHANNELS), draw.choice((0, 0, 1, 2, 3))
-    channels, weights, biases, extras, skips = [k], [], [], [], []
-    for i in range(count):
-        out, extra = draw.choice(CHANNELS), draw.choice((0, 0, 5, 24))
-        weights.append(tensor((out, channels[-1] + extra, 1, 1), seed + i, dtype) * (channels[-1] + extra) ** -0.5)
-        weights[-1] = weights[-1].contiguous()
-        biases.append(draw.choice((None, bias(out, seed + 10 + i))))
-        extras.append(sliced((n, extra, h, w), seed + 20 + i, dtype, draw) if extra else None)
-        skips.append(draw.choice([-1, -1, *(j for j, have in enumerate(channels) if have == out)]))
-        channels.append(out)
+    behind = tails(count, (n, k, h, w), seed, dtype, draw)
     return {
         "x": sliced((n, c, h, w), seed + 40, dtype, draw),
         "inner_weight": tensor((inner, c, 3, 3), seed + 30, dtype) * (9 * c) ** -0.5,
@@ -43,41 +32,17 @@ def pair(seed: int, *, sizes: tuple[int, ...] = (1, 2, 5)) -> dict[str, Any]:
         "weight": tensor((k, inner, 3, 3), seed + 35, dtype) * (9 * inner) ** -0.5,
         "bias": draw.choice((None, bias(k, seed + 50))),
         "residual": draw.choice((None, sliced((n, k, h, w), seed + 60, dtype, draw))),
-        "weights": weights,
-        "biases": biases,
-        "extras": extras,
+        **behind,
         "acts": " ".join(draw.choice(("silu", "none")) for _ in range(count + 2)),
-        "skips": skips,
         "precision": "ieee",
     }
-
-
-def tensor(shape: tuple[int, int, int, int], seed: int, dtype: torch.dtype) -> Tensor:
-    return random_nhwc(shape, dtype, DEVICE, seed=seed)
-
-
-def bias(channels: int, seed: int) -> Tensor:
-    return tensor((1, channels, 1, 1), seed, torch.float32).flatten()
-
-
-def sliced(shape: tuple[int, int, int, int], seed: int, dtype: torch.dtype, draw: random.Random) -> Tensor:
-    n, c, h, w = shape
-    before, behind = draw.choice(((0, 0), (0, 0), (3, 0), (8, 16)))
-    return tensor((n, before + c + behind, h, w), seed, dtype)[:, before : before + c]
-
-
-def check(arguments: dict[str, Any], y: Tensor, *, eps: float | None = None) -> None:
-    exact, eager = conv_pair_chain.reference(**to_float64(arguments)), conv_pair_chain.reference(**arguments)
-    eps = REORDERED_SUMS if eps is None and y.dtype == torch.float32 else eps
-    verdict = compare(y, exact, eager, error_factor=conv_pair_chain.OP.error_factor, eps=eps)
-    assert verdict.passed, f"{verdict.reason}: {conv_pair_chain.OP.key(**arguments)}"
 
 
 @pytest.mark.parametrize("first", range(0, CASES, 20))
 def test_random_pairs(first):
     for seed in range(first, first + 20):
         arguments = pair(seed)
-        check(arguments, conv_pair_chain.OP(**arguments))
+        check(conv_pair_chain.OP, arguments, conv_pair_chain.OP(**arguments))
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -92,7 +57,7 @@ def test_every_tile_on_odd_maps(block_m, block_n, early):
             launch = conv_pair_chain.plan(config=config, **arguments)
             launch.output.fill_(float("nan"))
             launch.run()
-            check(arguments, launch.output)
+            check(conv_pair_chain.OP, arguments, launch.output)
             checked += 1
     assert checked
 
@@ -109,19 +74,12 @@ def test_the_reference_is_one_convolution_in_front_of_a_chain():
 
 def test_the_outer_convolution_pads_with_zeros():
     """With a bias the inner value outside the image would not be zero."""
-    arguments = plain(inner_bias=torch.full((8,), 3.0, device=DEVICE))
-    check({**arguments, "precision": "ieee"}, conv_pair_chain.OP(**{**arguments, "precision": "ieee"}))
+    arguments = plain(inner_bias=torch.full((8,), 3.0, device=DEVICE), precision="ieee")
+    check(conv_pair_chain.OP, arguments, conv_pair_chain.OP(**arguments))
 
 
 def test_writes_into_a_slice_and_leaves_the_rest_alone():
-    arguments = pair(5)
-    right = conv_pair_chain.OP(**arguments)
-    n, k, h, w = right.shape
-    buffer = torch.full((n, k + 9, h, w), 7.0, dtype=right.dtype, device=DEVICE)
-    buffer = buffer.contiguous(memory_format=torch.channels_last)
-    conv_pair_chain.OP.into(buffer[:, 4 : 4 + k], **arguments)
-    assert torch.equal(buffer[:, 4 : 4 + k], right)
-    assert (buffer[:, :4] == 7).all() and (buffer[:, 4 + k :] == 7).all()
+    check_into(conv_pair_chain.OP, pair(5))
 
 
 def plain(**changes: Any) -> dict[str, Any]:
@@ -172,4 +130,4 @@ def test_every_candidate_is_right(sample, dtype):
     for config in conv_pair_chain.candidates(**arguments):
         launch = conv_pair_chain.plan(config=config, **arguments)
         launch.run()
-        check(arguments, launch.output, eps=TF32_EPS if dtype == torch.float32 else None)
+        check(conv_pair_chain.OP, arguments, launch.output, eps=TF32_EPS if dtype == torch.float32 else None)
