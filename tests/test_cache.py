@@ -1,12 +1,12 @@
 """The cache folder: where it is, and that a file is whole or not there."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from ridgeline import cache
 from ridgeline.cache import cache_dir, cache_path, read_json, write_json
 from ridgeline.errors import EnvironmentUnusable
 
@@ -86,7 +86,7 @@ def test_a_kill_while_writing_leaves_the_old_file(folder, monkeypatch):
     def killed(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cache.os, "fsync", killed)
+    monkeypatch.setattr(os, "fsync", killed)
     with pytest.raises(KeyboardInterrupt):
         write_json(path, "new")
     assert [p.name for p in folder.iterdir()] == ["b.json"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -268,7 +269,7 @@ def test_a_kill_while_writing_leaves_the_old_table(cache, monkeypatch):
     def killed(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tuned.os, "fsync", killed)
+    monkeypatch.setattr(os, "fsync", killed)
     with pytest.raises(KeyboardInterrupt):
         merge([replace(ROW, key="other")])
     (table,) = tuned.ls()

@@ -7,9 +7,9 @@ import logging
 import os
 import re
 import sys
-import tempfile
 from pathlib import Path
 
+from ridgeline.atomic import write_file
 from ridgeline.errors import EnvironmentUnusable
 
 _log = logging.getLogger(__name__)
@@ -34,17 +34,7 @@ def write_json(path: Path, data: object) -> None:
     text = json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # same folder, because os.replace is atomic only within one file system
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_file(path, lambda file: file.write(text.encode()))
     except OSError as error:
         raise EnvironmentUnusable(
             f"cannot write {path} ({error.strerror}): make the folder writable or set RIDGELINE_CACHE_DIR to another"

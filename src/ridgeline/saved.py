@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +21,7 @@ import triton
 from safetensors import SafetensorError
 from torch import Tensor, fx
 
+from ridgeline.atomic import write_file
 from ridgeline.compile_report import GraphReport, InputSpec
 from ridgeline.errors import EnvironmentUnusable, UsageError
 from ridgeline.graph_format import from_data, to_data
@@ -69,15 +69,9 @@ def write(path: Path, contents: Contents) -> None:
         "gpu": gpu,
     }
     text = {_KEY: json.dumps(header, allow_nan=False)}
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    data = safetensors.torch.save(tensors, text)
     try:
-        try:
-            partial.write_bytes(safetensors.torch.save(tensors, text))
-            with partial.open("rb") as file:
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_file(path, lambda file: file.write(data))
     except OSError as error:
         raise EnvironmentUnusable(f"save: cannot write {str(path)!r} ({error.strerror}): give another path") from error
 

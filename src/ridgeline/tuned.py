@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,6 +22,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ridgeline.atomic import write_file
 from ridgeline.cache import cache_dir, cache_path
 from ridgeline.errors import EnvironmentUnusable
 
@@ -278,18 +278,9 @@ def _write(path: Path, rows: Iterable[Row]) -> None:
     ordered = sorted(rows, key=lambda row: row.identity)
     lines = [json.dumps(asdict(row), allow_nan=False) for row in ordered]
     text = f'{{"schema": {SCHEMA}, "rows": [\n' + ",\n".join(lines) + "\n]}\n"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        write_file(path, lambda file: file.write(text.encode()))
     except OSError as error:
         raise EnvironmentUnusable(f"cannot write {path} ({error.strerror}): make the folder writable") from error
 

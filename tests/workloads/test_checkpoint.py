@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from ridgeline import atomic
 from ridgeline.errors import EnvironmentUnusable, UsageError
-from ridgeline.workloads import atomic
 from ridgeline.workloads.checkpoint import (
     checkpoints,
     load_checkpoint,

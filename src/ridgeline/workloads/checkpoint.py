@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ridgeline.atomic import remove_partials, write_file
 from ridgeline.errors import EnvironmentUnusable, UsageError
-from ridgeline.workloads.atomic import remove_partials, write_file
 
 _log = logging.getLogger(__name__)
 

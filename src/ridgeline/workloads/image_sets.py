@@ -13,10 +13,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ridgeline.atomic import write_file
 from ridgeline.cache import cache_dir
 from ridgeline.errors import UsageError
 from ridgeline.workloads import cifar10, image_files
-from ridgeline.workloads.atomic import write_file
 
 _log = logging.getLogger(__name__)
 

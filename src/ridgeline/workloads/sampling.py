@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ridgeline.atomic import write_file
 from ridgeline.errors import UsageError
 from ridgeline.models.ddpm_unet import UNet, UNetConfig
 from ridgeline.models.weights import load_into
-from ridgeline.workloads.atomic import write_file
 from ridgeline.workloads.checkpoint import load_checkpoint
 from ridgeline.workloads.diffusion import (
     Schedule,

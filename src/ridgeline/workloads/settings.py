@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 
+from ridgeline.atomic import write_file
 from ridgeline.errors import EnvironmentUnusable, UsageError
 from ridgeline.models.ddpm_unet import CIFAR10, TINY, UNetConfig
-from ridgeline.workloads.atomic import write_file
 from ridgeline.workloads.sampling import SCHEDULES
 
 FILE = "settings.json"
