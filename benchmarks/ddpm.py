@@ -30,7 +30,7 @@ from ridgeline.errors import EnvironmentUnusable, RidgelineError
 from ridgeline.models.ddpm_unet import CIFAR10, UNet
 from ridgeline.step_program import StepRecipe
 from ridgeline.timing import time_callable
-from ridgeline.train_step import compile_step
+from ridgeline.train_step import TrainStep, compile_step
 from ridgeline.workloads.diffusion import linear_schedule, sample_timesteps, training_loss
 from ridgeline.workloads.image_sets import load_images
 from ridgeline.workloads.loader import Batches
@@ -54,6 +54,7 @@ class Rung:
     fused: bool = True
     compiled: str = "loss"  # "model", or "loss": the noising and the loss with it
     graph: str = "none"  # "inductor": one for each of forward and backward; "step": one over everything
+    one_pass: bool = False  # clip, AdamW and average in one kernel
 
 
 RUNGS = (
@@ -70,6 +71,8 @@ RUNGS = (
     Rung("writeup-3", "fused AdamW", compiled="model"),
     Rung("writeup-4", "noising and loss compiled too, reduce-overhead", graph="inductor"),
     Rung("writeup-5", "one CUDA graph over the whole step (ridgeline.compile_step)", graph="step"),
+    Rung("one-pass", "clip, AdamW and average in one kernel", graph="step", one_pass=True),
+    Rung("nchw", "weights and images as they come, not channels-last", graph="step", one_pass=True, channels_last=False),
 )
 BY_NAME = {rung.name: rung for rung in RUNGS}
 
@@ -164,8 +167,11 @@ def bench(rung: Rung, batch: int, data: Path | None, where: _rows.Machine) -> _r
     )
 
 
-def build(rung: Rung, batch: int, data: Path | None) -> tuple[Step, dict[str, object]]:
-    """A call that takes one training step, and what else a row should say."""
+def build(rung: Rung, batch: int, data: Path | None, *, operators: bool = False) -> tuple[Step, dict[str, object]]:
+    """A call that takes one training step, and what else a row should say.
+
+    `operators`: launch what a captured step holds one by one, which is how a trace learns which kernel is whose.
+    """
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     if data is None:
@@ -183,16 +189,26 @@ def build(rung: Rung, batch: int, data: Path | None) -> tuple[Step, dict[str, ob
         return training_loss(model, x0, sample_timesteps(x0.shape[0], schedule), torch.randn_like(x0), schedule)
 
     if rung.graph == "step":
-        recipe = StepRecipe(compile=rung.compiled, channels_last=rung.channels_last, require=True)
-        captured = compile_step(model, loss, optimizer, next(loader), ema=ema, clip=1.0, recipe=recipe)
+        captured = whole_step(rung, model, loss, optimizer, next(loader), ema)
+        one = captured.launch_operators if operators else captured
         running = torch.zeros((), device="cuda")
-        return lambda: running.add_(captured(next(loader))), {"findings": list(map(str, captured.report.findings))}
+        return lambda: running.add_(one(next(loader))), {"findings": list(map(str, captured.report.findings))}
 
     called = torch.compile(model) if rung.compiled == "model" else model
     forward = loss
     if rung.compiled == "loss":
         forward = torch.compile(loss, mode="reduce-overhead" if rung.graph == "inductor" else None)
     return plain_step(rung, loader, layout, called, forward, optimizer, ema, model), {}
+
+
+def whole_step(rung, model, loss, optimizer, batch, ema) -> TrainStep:
+    recipe = StepRecipe(
+        compile=rung.compiled,
+        channels_last=rung.channels_last,
+        optimizer_kernel="auto" if rung.one_pass else "never",
+        require=True,
+    )
+    return compile_step(model, loss, optimizer, batch, ema=ema, clip=1.0, recipe=recipe)
 
 
 def plain_step(rung, loader, layout, called, forward, optimizer, ema, model) -> Step:

@@ -40,6 +40,21 @@ def test_equals_a_plain_loop(name, capture):
     assert (step.report.replays, step.report.eager_steps) == ((STEPS, 0) if capture else (0, STEPS))
 
 
+def test_launching_the_operators_takes_the_step_that_replays_take():
+    first, second = batches(2)
+    runs = []
+    for name in ("__call__", "launch_operators"):
+        torch.manual_seed(7)
+        model = net()
+        step = train_step(model, AdamW(model.parameters(), lr=1e-3), first, capture=recorded_graph.capture)
+        losses = [getattr(step, name)(batch) for batch in (first, second)]
+        runs.append((losses, model.state_dict(), step.report.replays))
+    (expected, weights, replays), (actual, theirs, none) = runs
+    assert (replays, none) == (2, 0)
+    torch.testing.assert_close(actual, expected, **CLOSE)
+    torch.testing.assert_close(theirs, weights, **CLOSE)
+
+
 @CAPTURES
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_accumulates_micro_batches(dtype, capture):
@@ -282,6 +297,24 @@ def test_a_loss_may_draw_its_own_noise_and_have_weights():
         results.append(torch.stack([step(batch) for batch in data]))
         assert noisy.gain != 1
     assert torch.equal(*results)
+
+
+@CAPTURES
+def test_a_generator_of_the_losses_own_is_left_as_it_was_and_advances(capture):
+    noise = torch.Generator().manual_seed(3)
+
+    def noisy(model, batch):
+        return loss(model, batch) + torch.rand((), generator=noise)
+
+    model = net(dropout=0.0)
+    options = {"loss": noisy, "capture": capture, "generators": (noise,)}
+    step = train_step(model, SGD(model.parameters(), lr=0.0), batches(1)[0], **options)
+    seen = [step(batches(1)[0]) for _ in range(3)]
+    drawn = torch.rand(3, generator=torch.Generator().manual_seed(3))
+    torch.testing.assert_close(torch.stack(seen) - seen[0], drawn - drawn[0])
+    before = noise.get_state()
+    assert step.verify(batches(4)).steps == 4
+    assert torch.equal(noise.get_state(), before)
 
 
 def test_the_public_call_on_the_cpu():

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -76,6 +77,21 @@ def test_trap_23_replaced_tensors_are_followed(what):
     twins.run(batches(4, seed=2))
     assert twins.counts == (2, 5, 1)
     assert twins.step.report.graphs == 1
+
+
+@pytest.mark.parametrize("require", [False, True])
+def test_trap_23_parameters_added_to_the_optimizer_are_stepped(require):
+    def all_but_the_last(parameters):
+        return AdamW(list(parameters)[:-1], lr=1e-2)
+
+    twins = Twins(all_but_the_last, require=require)
+    before = twins.ours.head.bias.clone()
+    twins.run(batches(1))
+    assert torch.equal(twins.ours.head.bias, before)
+    twins.change(lambda model, optimizer: optimizer.add_param_group({"params": [model.head.bias], "lr": 0.1}))
+    twins.run(batches(3, seed=2))
+    assert not torch.equal(twins.ours.head.bias, before)
+    assert twins.counts == ((2, 4, 0) if require else (2, 3, 1))
 
 
 def test_trap_23_modes_have_graphs_of_their_own():
@@ -302,6 +318,7 @@ def test_dampening_is_captured_after_one_step():
         ({"loss": lambda m, b: m(b["image"])}, r"the loss must be a scalar tensor .* got shape \[6, 5\]"),
         ({"loss": lambda m, b: loss(m, b).item()}, "got float"),
         ({"loss": lambda m, b: loss(m, b).detach()}, "got one without a gradient"),
+        ({"generators": (SimpleNamespace(device=torch.device("cuda")),)}, "model's device cpu, got one on cuda"),
     ],
 )
 def test_arguments_are_refused_in_one_sentence(options, message):
@@ -341,5 +358,6 @@ def test_capture_false_is_eager_and_quiet(recwarn):
     assert step.report.lines() == [
         "0 steps replayed from 0 graphs, 0 run eagerly",
         "every step runs eagerly: the recipe has capture=False",
+        "AdamW steps by PyTorch's kernels: the one-pass kernel is for a GPU, and the model is on the cpu",
     ]
     assert not recwarn.list

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -12,7 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import nets
 from ridgeline import cudagraph
 from ridgeline.ema import Ema
-from ridgeline.step_program import StepRecipe
+from ridgeline.errors import VerificationFailed
+from ridgeline.step_program import ScaleRule, StepRecipe
+from ridgeline.step_verifier import StepLimits
 from ridgeline.train_step import compile_step
 from steps import OPTIMIZERS, assert_close, batches, loss, net, stepped
 
@@ -47,15 +50,83 @@ def both(make, data, **options):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_two_hundred_steps_equal_eager_ones(name):
-    assert_close(*both(OPTIMIZERS[name], batches(STEPS, rows=16, device="cuda"), clip=0.5), rtol=1e-3, atol=1e-5)
+def test_schedules_and_averages_are_followed(name):
+    assert_close(*both(OPTIMIZERS[name], batches(50, rows=16, device="cuda"), clip=0.5), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_low_precision_and_accumulation(dtype):
+ROUNDING = {"fp32": torch.finfo(torch.float32).eps}  # without TF32, see `repeatable`
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param("sgd nesterov", {}, id="SGD"),
+        pytest.param("adamw", {}, id="AdamW"),
+        pytest.param("adamw", {"optimizer_kernel": "never"}, id="AdamW of PyTorch"),
+        # overflows at once and again, so that steps are skipped in between
+        pytest.param("adamw", {"dtype": "fp16", "scale": ScaleRule(2.0**18, interval=20)}, id="fp16 scaling"),
+        pytest.param("adamw", {"dtype": "bf16", "channels_last": True}, id="bf16"),
+        pytest.param("adamw", {"accumulate": 4}, id="accumulation"),
+    ],
+)
+def test_two_hundred_graphed_steps_are_a_plain_loops(name, options):
+    """Weights, buffers of BatchNorm, dropout, averages, moments and losses."""
+    step, model = verified_step(OPTIMIZERS[name], **options)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    limits = StepLimits(rounding=ROUNDING.get(options.get("dtype", "fp32")))
+    agreement = step.verify(batches(STEPS, rows=16, device="cuda"), limits=limits)
+    assert (agreement.steps, agreement.replayed) == (STEPS, STEPS)
+    assert agreement.loss_allowed < (1e-3 if options.get("dtype", "fp32") == "fp32" else 0.1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    one_pass = name == "adamw" and options.get("optimizer_kernel") != "never"
+    assert step.report.optimizer.endswith("are one pass") == one_pass
+
+
+def test_two_hundred_graphed_steps_of_a_net_with_many_norms():
+    """BatchNorm after every convolution, SGD, channels-last: statistics and counts too."""
+
+    class Norms(nn.Sequential):
+        def __init__(self):
+            blocks = [(3, 16), (16, 16), (16, 32)]
+            layers = [(nn.Conv2d(i, o, 3, bias=False), nn.BatchNorm2d(o), nn.SiLU()) for i, o in blocks]
+            super().__init__(*[part for block in layers for part in block], nn.Flatten(), nn.LazyLinear(5))
+
+        def forward(self, x):
+            return super().forward(nn.functional.pad(x, (1, 1, 1, 1)))
+
+    torch.manual_seed(0)
+    model = Norms().cuda()
     data = batches(STEPS, rows=16, device="cuda")
-    graphed, eager = both(OPTIMIZERS["adamw"], data, dtype=dtype, accumulate=4, clip=1.0, channels_last=True)
-    assert_close(graphed, eager, rtol=1e-2, atol=1e-3)
+    model(data[0]["image"])
+    recipe = StepRecipe(dtype="fp32", compile="none", channels_last=True, require=True)
+    optimizer = SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-4)
+    step = compile_step(model, loss, optimizer, data[0], ema=Ema(model, 0.99), recipe=recipe)
+    agreement = step.verify(data, limits=StepLimits(rounding=ROUNDING["fp32"]))
+    assert agreement.replayed == STEPS
+    assert model[1].num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("factor", [0.99, 1.01])
+def test_a_wrong_rate_of_graphed_steps_is_found(factor):
+    step, _ = verified_step(OPTIMIZERS["adamw"])
+    program, refresh = step._program, step._program.refresh
+
+    def wrong():
+        refresh()
+        for (rate, _), group in zip(program._update.scalars(), program.parts.optimizer.param_groups, strict=True):
+            rate.fill_(factor * group["lr"])
+
+    program.refresh = wrong
+    with pytest.raises(VerificationFailed, match="losses after 200 steps"):
+        step.verify(batches(STEPS, rows=16, device="cuda"), limits=StepLimits(rounding=ROUNDING["fp32"]))
+
+
+def verified_step(make, *, accumulate=1, **recipe):
+    model = net().cuda()
+    recipe = StepRecipe(**{"dtype": "fp32", "compile": "none", "require": True, **recipe})
+    example = batches(1, rows=16, device="cuda")[0]
+    options = {"ema": Ema(model, 0.99), "clip": 0.5, "accumulate": accumulate, "recipe": recipe}
+    return compile_step(model, loss, make(model), example, **options), model
 
 
 def test_compiled_steps_learn_the_same():
@@ -164,6 +235,23 @@ def test_a_host_random_number_is_refused():
     model = net().cuda()
     with pytest.warns(RuntimeWarning, match="torch's CPU generator"):
         compile_step(model, noisy, AdamW(model.parameters()), batches(1, device="cuda")[0])
+
+
+def test_a_generator_of_the_losses_own_advances_with_every_replay():
+    noise, twin = (torch.Generator("cuda").manual_seed(3) for _ in range(2))
+
+    def noisy(model, batch):
+        return loss(model, batch) + torch.rand((), device="cuda", generator=noise)
+
+    model, batch = net(dropout=0.0).cuda(), batches(1, device="cuda")[0]
+    optimizer = SGD(model.parameters(), lr=0.0)
+    recipe = StepRecipe(dtype="fp32", compile="none", require=True, generators=(noise,))
+    step = compile_step(model, noisy, optimizer, batch, recipe=recipe)
+    seen = torch.stack([step(batch) for _ in range(4)])
+    drawn = torch.stack([torch.rand((), device="cuda", generator=twin) for _ in range(4)])
+    torch.testing.assert_close(seen - seen[0], drawn - drawn[0])
+    assert step.verify([batch] * 5).replayed == 5
+    assert torch.equal(noise.get_state(), twin.get_state())
 
 
 def test_a_resnet():

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from ridgeline.specs import DeviceSpec as DeviceSpec
     from ridgeline.specs import find_spec as find_spec
     from ridgeline.step_program import StepRecipe as StepRecipe
+    from ridgeline.step_verifier import StepAgreement as StepAgreement
+    from ridgeline.step_verifier import StepLimits as StepLimits
     from ridgeline.train_step import StepReport as StepReport
     from ridgeline.train_step import TrainStep as TrainStep
     from ridgeline.train_step import compile_step as compile_step
@@ -69,6 +71,8 @@ _HOME = {
     "TrainStep": "ridgeline.train_step",
     "StepReport": "ridgeline.train_step",
     "StepRecipe": "ridgeline.step_program",
+    "StepAgreement": "ridgeline.step_verifier",
+    "StepLimits": "ridgeline.step_verifier",
     "Ema": "ridgeline.ema",
     "preflight": "ridgeline.obstacles",
 }

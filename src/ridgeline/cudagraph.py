@@ -53,12 +53,21 @@ class Captured:
         return self.outputs
 
 
-def capture(fn: Callable[..., Any], inputs: Sequence[Tensor], *, warmup: int = 3, pool: Any = None) -> Captured:
+def capture(
+    fn: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    *,
+    warmup: int = 3,
+    pool: Any = None,
+    generators: Sequence[torch.Generator] = (),
+) -> Captured:
     """Run `fn` on copies of `inputs` `warmup` times, then capture one call of it.
 
     The warm-up calls are real: state that `fn` updates (BatchNorm statistics, RNG, optimizer) advances with them, so a
     caller with state saves and restores it. `pool` (of `torch.cuda.graph_pool_handle()`) shares memory between graphs
-    that never run at the same time. Raises EnvironmentUnusable without a GPU, NotEngaged when `fn` cannot be captured.
+    that never run at the same time. `generators` are those that `fn` draws from besides the GPU's default one: each
+    replay then advances them, as a call would. Raises EnvironmentUnusable without a GPU, NotEngaged when `fn` cannot be
+    captured.
     """
     if warmup < 1:
         raise ValueError(f"capture: warmup must be at least 1 (lazy set-up cannot be captured), got {warmup}")
@@ -67,10 +76,18 @@ def capture(fn: Callable[..., Any], inputs: Sequence[Tensor], *, warmup: int = 3
     for i, tensor in enumerate(inputs):
         if tensor.device.type != "cuda" or tensor.device.index != torch.cuda.current_device():
             raise ValueError(f"capture: input {i} must be on the current GPU, got {_signature(tensor)}: move it first")
+    for generator in generators:
+        if generator.device.type != "cuda":
+            raise ValueError(
+                f"capture: generators must be on the GPU, got one on {generator.device}, whose numbers a graph would "
+                f"repeat for ever: make it with torch.Generator('cuda')"
+            )
     buffers = tuple(tensor.detach().clone() for tensor in inputs)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
     # torch.cuda.graph leaves its stream current when a capture fails; this outer context puts the caller's back
     with torch.cuda.stream(stream):
         for _ in range(warmup):
@@ -82,10 +99,7 @@ def capture(fn: Callable[..., Any], inputs: Sequence[Tensor], *, warmup: int = 3
         except RuntimeError as error:
             # ending the broken capture raises a second, vaguer error on top of the one that says what happened
             reason = str(error.__context__ or error).strip().partition("\n")[0]
-            raise NotEngaged(
-                f"capture: the call cannot become a CUDA graph ({reason}): keep .item(), .cpu(), nonzero, boolean "
-                f"masks and tensors made from Python values out of it, or run it without capture"
-            ) from error
+            raise NotEngaged(f"capture: the call cannot become a CUDA graph ({reason}): {_remedy(reason)}") from error
     torch.cuda.current_stream().wait_stream(stream)
     return Captured(buffers, outputs, graph, fn)
 
@@ -95,6 +109,16 @@ def pool_bytes(captured: Captured) -> int:
     pool = tuple(captured.graph.pool())
     segments = torch.cuda.memory_snapshot()
     return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == pool)
+
+
+def _remedy(reason: str) -> str:
+    # what PyTorch speaks of where a generator that the graph does not know is asked for numbers
+    if any(word in reason.lower() for word in ("generator", "philox", "rng")):
+        return "name the generators that it draws from besides the default one as `generators`"
+    return (
+        "keep .item(), .cpu(), nonzero, boolean masks and tensors made from Python values out of it, or run it "
+        "without capture"
+    )
 
 
 def _signature(tensor: Tensor) -> str:

@@ -109,6 +109,10 @@ class DeviceOptimizer:
             lr.set(group["lr"])
             weight_decay.set(group["weight_decay"])
 
+    def scalars(self) -> list[tuple[Tensor, Tensor]]:
+        """The learning rate and the weight decay of each group, float32 scalars on the device that `refresh` sets."""
+        return [(lr.tensor, decay.tensor) for lr, decay in zip(self._lr, self._weight_decay, strict=True)]
+
     @torch.no_grad()
     def step_(self, found_inf: Tensor | None) -> None:
         """One step from the gradients in place; none, and no count of one, where the device scalar `found_inf` is 1."""

@@ -10,6 +10,7 @@ the host, so an update can be captured in a CUDA graph. Averages keep the dtype 
 from __future__ import annotations
 
 import copy
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -46,13 +47,37 @@ class Ema:
     @torch.no_grad()
     def update_(self, model: nn.Module) -> None:
         """Move the average towards the weights of `model`, which has the structure of the one it was made of."""
-        decay = self._decay
-        if self.warmup:
-            decay = torch.minimum(decay, (1 + self._updates) / (10 + self._updates))
-        lerp_(list(self.module.parameters()), list(model.parameters()), 1 - decay)
+        self.update_rest_(model, frozenset())
+        self._updates += 1
+
+    @torch.no_grad()
+    def update_rest_(self, model: nn.Module, others: Container[int]) -> None:
+        """`update_` but for the weights whose `id` is in `others`, and without counting.
+
+        For a kernel that moves the averages of those weights and counts the update, afterwards.
+        """
+        rest = [pair for pair in self.pairs(model) if id(pair[1]) not in others]
+        if rest:
+            decay = self._decay
+            if self.warmup:
+                decay = torch.minimum(decay, (1 + self._updates) / (10 + self._updates))
+            lerp_([average for average, _ in rest], [weight for _, weight in rest], 1 - decay)
         for average, buffer in zip(self.module.buffers(), model.buffers(), strict=True):
             average.copy_(buffer)
-        self._updates += 1
+
+    def pairs(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+        """Each average with its weight; tied weights once."""
+        return list(zip(self.module.parameters(), model.parameters(), strict=True))
+
+    @property
+    def updates(self) -> Tensor:
+        """How many there were, a float32 scalar on the device."""
+        return self._updates
+
+    @property
+    def device_decay(self) -> Tensor:
+        """The decay before warm-up, a float32 scalar on the device that follows `decay`."""
+        return self._decay
 
     def tensors(self) -> list[Tensor]:
         """Everything an update writes."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,38 +18,34 @@ from torch.optim import Optimizer
 
 from ridgeline.device_optimizer import DeviceOptimizer, PlainOptimizer, load_state_, portable_state, refusal
 from ridgeline.ema import Ema
-from ridgeline.errors import UsageError
-from ridgeline.step_state import Structure, Watched, micro_batches, rebuild
+from ridgeline.errors import NotEngaged, UsageError
+from ridgeline.loss_scale import LossScaler, ScaleRule
+from ridgeline.optimizer_kernel import OnePass, one_pass
+from ridgeline.step_state import Snapshot, Structure, Watched, micro_batches, rebuild
 
 Loss = Callable[[Any, Any], Tensor]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 COMPILED = ("loss", "model", "none")
 MODES = ("default", "max-autotune-no-cudagraphs")
-
-
-@dataclass(frozen=True)
-class ScaleRule:
-    """How fp16 losses are scaled: torch.amp.GradScaler's rule, run on the device."""
-
-    initial: float = 65536.0
-    growth: float = 2.0  # after `interval` steps without an overflow
-    backoff: float = 0.5  # after an overflow, whose step is skipped
-    interval: int = 2000
+KERNELS = ("auto", "always", "never")
 
 
 @dataclass(frozen=True)
 class StepRecipe:
     """How a training step is run.
 
-    dtype          of autocast: "bf16", "fp16" (the loss is scaled), "fp32" (no autocast)
-    compile        what torch.compile gets on a GPU: the "loss" callable with the model in it, the "model", or "none"
-    compile_mode   of torch.compile: "default" or "max-autotune-no-cudagraphs"
-    channels_last  turn 4-D weights, their optimizer state and 4-D inputs channels-last, weights in place
-    capture        one CUDA graph for the whole step; False runs it eagerly
-    require        raise NotEngaged where a step would run eagerly instead
-    max_graphs     graphs kept, one a batch shape and mode; further shapes run eagerly
-    scale          of the loss in fp16
+    dtype             of autocast: "bf16", "fp16" (the loss is scaled), "fp32" (no autocast)
+    compile           what torch.compile gets on a GPU: the "loss" callable with the model in it, the "model", or "none"
+    compile_mode      of torch.compile: "default" or "max-autotune-no-cudagraphs"
+    channels_last     turn 4-D weights, their optimizer state and 4-D inputs channels-last, weights in place
+    capture           one CUDA graph for the whole step; False runs it eagerly
+    require           raise NotEngaged where a step would run eagerly instead
+    max_graphs        graphs kept, one a batch shape and mode; further shapes run eagerly
+    scale             of the loss in fp16
+    optimizer_kernel  clip, AdamW and average in one pass (kernels/adamw_ema): "auto" where a GPU has fp32 weights in
+                      torch.optim.AdamW, "always" or NotEngaged, "never"
+    generators        that the loss draws from, besides the default ones; on the model's device
     """
 
     dtype: str = "bf16"
@@ -59,10 +55,13 @@ class StepRecipe:
     capture: bool = True
     require: bool = False
     max_graphs: int = 4
-    scale: ScaleRule = ScaleRule()
+    scale: ScaleRule = field(default_factory=ScaleRule)
+    optimizer_kernel: str = "auto"
+    generators: tuple[torch.Generator, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, known in (("dtype", DTYPES), ("compile", COMPILED), ("compile_mode", MODES)):
+        choices = ("dtype", DTYPES), ("compile", COMPILED), ("compile_mode", MODES), ("optimizer_kernel", KERNELS)
+        for name, known in choices:
             if getattr(self, name) not in known:
                 raise UsageError(f"recipe: {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
         if self.max_graphs < 1:
@@ -109,9 +108,15 @@ class StepProgram:
             self._update: DeviceOptimizer | PlainOptimizer = DeviceOptimizer(parts.optimizer, self.device)
         else:
             self._update = PlainOptimizer(parts.optimizer)
-        self.scaler = _Scaler(recipe.scale, self.device) if recipe.dtype == "fp16" else None
+        self.scaler = LossScaler(recipe.scale, self.device) if recipe.dtype == "fp16" else None
         if self.scaler is not None and self.refusal is not None:
             raise UsageError(f"compile_step: fp16 skips steps on the device, but {self.refusal}: use bf16 or fp32")
+        for generator in recipe.generators:
+            if generator.device.type != self.device.type:
+                raise UsageError(
+                    f"compile_step: generators must be on the model's device {self.device}, got one on "
+                    f"{generator.device}: make it with torch.Generator({self.device.type!r})"
+                )
         self._compiled: tuple[Any, Loss] | None = None
         self.settle_()
 
@@ -123,13 +128,18 @@ class StepProgram:
         norm = None
         if self.parts.clip is not None:
             norm = get_total_norm([p.grad for p in trained if p.grad is not None], foreach=True)
-            # multiplies by 1 where nothing is clipped: cheaper than asking the device
-            clip_grads_with_norm_(trained, self.parts.clip, norm, foreach=True)
-        self._update.step_(found_inf)
+        # betas that have changed stand in no table yet: such a step is one of PyTorch's kernels
+        if self.one_pass is not None and self.one_pass.settings == self._update.settings():
+            self.one_pass.step_(norm=norm, found_inf=found_inf)
+        else:
+            if self.parts.clip is not None and norm is not None:
+                # multiplies by 1 where nothing is clipped: cheaper than asking the device
+                clip_grads_with_norm_(trained, self.parts.clip, norm, foreach=True)
+            self._update.step_(found_inf)
+            if self.parts.ema is not None:
+                self.parts.ema.update_(self.parts.model)
         if self.scaler:
             self.scaler.update_()
-        if self.parts.ema is not None:
-            self.parts.ema.update_(self.parts.model)
         self.drop_gradients_()
         return loss, norm
 
@@ -167,7 +177,14 @@ class StepProgram:
                 for tensor in self.parts.ema.tensors():
                     tensor.data = _channels_last(tensor.data)
         self._update.settle_()
-        self.watched = Watched(self._modules(), self.parts.optimizer)
+        self.watched = Watched([module for _, module in self._named_modules()], self.parts.optimizer)
+        self.one_pass, self.why_not_one_pass = self._one_pass()
+
+    def prepare_(self) -> None:
+        """Before a capture: what cannot be made during it. Graphs that were captured before keep what they had."""
+        if self.one_pass is None or self.one_pass.settings != self._update.settings():
+            self.one_pass, self.why_not_one_pass = self._one_pass()
+        self.refresh()
 
     def refresh(self) -> None:
         """Send schedules that moved to the device. Steps of schedulers then know that the optimizer has stepped."""
@@ -181,17 +198,33 @@ class StepProgram:
         """What the optimizer steps, in its order."""
         return [p for group in self.parts.optimizer.param_groups for p in group["params"]]
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Everything a step writes."""
-        for module in self._modules():
-            yield from module.parameters()
-            yield from module.buffers()
-        yield from self.parameters()
-        yield from self._optimizer_state()
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Everything a step writes and the next one reads, by its owner's name; a tensor may come twice."""
+        groups = self.parts.optimizer.param_groups
+        owners = {id(p): f"group {n}.{i}" for n, group in enumerate(groups) for i, p in enumerate(group["params"])}
+        for prefix, module in self._named_modules():
+            for name, parameter in module.named_parameters():
+                owners[id(parameter)] = f"{prefix}.{name}"
+                yield f"{prefix}.{name}", parameter
+            for name, buffer in module.named_buffers():
+                yield f"{prefix}.{name}", buffer
+        for parameter in self.parameters():
+            yield owners[id(parameter)], parameter
+        for parameter, state in self.parts.optimizer.state.items():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    yield f"optimizer.{owners.get(id(parameter), 'left out')}.{name}", value
         if self.parts.ema is not None:
-            yield from self.parts.ema.tensors()
+            yield "ema.updates", self.parts.ema.updates
         if self.scaler is not None:
-            yield from self.scaler.tensors()
+            for name, value in self.scaler.named_tensors():
+                yield f"scaler.{name}", value
+
+    def tensors(self) -> Iterator[Tensor]:
+        return (tensor for _, tensor in self.named_tensors())
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self.tensors(), self.device, self.recipe.generators)
 
     def drop_gradients_(self) -> None:
         for parameter in (*self.parts.model.parameters(), *self.parameters()):
@@ -225,6 +258,28 @@ class StepProgram:
         if self.scaler is not None and state.get("scaler"):
             self.scaler.load_state_dict(state["scaler"])
 
+    def optimizer_in_words(self) -> str:
+        """Whose kernels step it, for a report."""
+        if self.one_pass is not None:
+            return "clip, AdamW and the average of the weights are one pass"
+        return f"{type(self.parts.optimizer).__name__} steps by PyTorch's kernels: {self.why_not_one_pass}"
+
+    def _one_pass(self) -> tuple[OnePass | None, str]:
+        """The kernel for the optimizer as it is now, or None and why PyTorch's are used instead."""
+        choice = self.recipe.optimizer_kernel
+        if choice == "never":
+            return None, "the recipe has optimizer_kernel='never'"
+        if choice == "auto" and self.device.type != "cuda":
+            return None, f"the one-pass kernel is for a GPU, and the model is on the {self.device.type}"
+        try:
+            if isinstance(self._update, PlainOptimizer):
+                raise NotEngaged(f"{self.refusal}")
+            return one_pass(self._update, model=self.parts.model, ema=self.parts.ema, clip=self.parts.clip), ""
+        except NotEngaged as error:
+            if choice == "always":
+                raise NotEngaged(f"compile_step: optimizer_kernel='always', but {error}") from error
+            return None, str(error)
+
     def _callables(self) -> tuple[Any, Loss]:
         if self._compiled is None:
             mode, model, loss = self.recipe.compile_mode, self.parts.model, self.parts.loss
@@ -246,12 +301,10 @@ class StepProgram:
             yield
         torch.clear_autocast_cache()
 
-    def _modules(self) -> list[nn.Module]:
-        loss = [self.parts.loss] if isinstance(self.parts.loss, nn.Module) else []
-        return [self.parts.model, *loss, *([] if self.parts.ema is None else [self.parts.ema.module])]
-
-    def _optimizer_state(self) -> list[Tensor]:
-        return [t for state in self.parts.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+    def _named_modules(self) -> list[tuple[str, nn.Module]]:
+        loss = [("loss", self.parts.loss)] if isinstance(self.parts.loss, nn.Module) else []
+        ema = [] if self.parts.ema is None else [("ema", self.parts.ema.module)]
+        return [("model", self.parts.model), *loss, *ema]
 
     def _check_gradients_(self) -> None:
         """Refuse parameters without a gradient; give gradients the strides that fused kernels compare."""
@@ -266,51 +319,6 @@ class StepProgram:
         for p in self.parameters():
             if p.grad is not None and p.grad.stride() != p.stride() and _differs_in_ones(p.grad, p):
                 p.grad = p.grad.as_strided(p.shape, p.stride())
-
-
-class _Scaler:
-    """The loss scale, its growth counter and the overflow flag, on the device."""
-
-    def __init__(self, rule: ScaleRule, device: torch.device) -> None:
-        self._rule = rule
-        self.scale = torch.full((), rule.initial, dtype=torch.float32, device=device)
-        self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
-        self._found_inf = torch.zeros((), dtype=torch.float32, device=device)
-
-    def unscale_(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Divide gradients by the scale, in place; returns a flag, 1 where one of them is not finite."""
-        self._found_inf.zero_()
-        inverse = self.scale.double().reciprocal().float()
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in parameters:
-            assert parameter.grad is not None
-            by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-        for grads in by_dtype.values():
-            torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(grads, self._found_inf, inverse)
-        return self._found_inf
-
-    def update_(self) -> None:
-        r = self._rule
-        torch.ops.aten._amp_update_scale_(
-            self.scale, self._good_steps, self._found_inf, r.growth, r.backoff, r.interval
-        )
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.scale, self._good_steps, self._found_inf
-
-    def state_dict(self) -> dict[str, Any]:
-        """As torch.amp.GradScaler's; waits for the device."""
-        return {
-            "scale": self.scale.item(),
-            "growth_factor": self._rule.growth,
-            "backoff_factor": self._rule.backoff,
-            "growth_interval": self._rule.interval,
-            "_growth_tracker": int(self._good_steps.item()),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scale.fill_(state["scale"])
-        self._good_steps.fill_(state["_growth_tracker"])
 
 
 def _check_loss(value: Any) -> None:

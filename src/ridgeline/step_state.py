@@ -88,15 +88,21 @@ def micro_batches(leaves: Sequence[Tensor], count: int) -> list[tuple[float, tup
 
 
 class Snapshot:
-    """Values of tensors and of every random generator at one moment, put back in place by `restore_`."""
+    """Values of tensors and of every random generator at one moment, put back in place by `restore_`.
 
-    def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
+    Every generator: the default ones of host and device, and `generators`.
+    """
+
+    def __init__(
+        self, tensors: Iterable[Tensor], device: torch.device, generators: Iterable[torch.Generator] = ()
+    ) -> None:
         # tied weights are one tensor
         distinct = {id(tensor): tensor for tensor in tensors}.values()
         self._tensors = [(tensor, tensor.detach().clone()) for tensor in distinct]
         self._device = device
         self._host_random = _host_random()
         self._device_random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._generators = [(generator, generator.get_state()) for generator in generators]
 
     @torch.no_grad()
     def restore_(self) -> None:
@@ -111,6 +117,13 @@ class Snapshot:
         torch.set_rng_state(torch_cpu)
         if self._device_random is not None:
             torch.cuda.set_rng_state(self._device_random, self._device)
+        for generator, state in self._generators:
+            generator.set_state(state)
+
+    def drew_on_device(self) -> bool:
+        """Whether the GPU's default generator has moved since."""
+        before = self._device_random
+        return before is not None and not torch.equal(torch.cuda.get_rng_state(self._device), before)
 
     def drew_on_host(self) -> str | None:
         """Which generator of the host has moved since: a graph would repeat its numbers for ever."""
@@ -142,8 +155,8 @@ class Watched:
         self._moments = list(optimizer.state.values())
         self._stores = [store for part in parts for store in (part._parameters, part._buffers)] + self._moments
         self._stored = _values(self._stores)
-        stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        tensors = {id(value): value for value in (*self._stored, *stepped) if isinstance(value, Tensor)}
+        self._stepped = _stepped(optimizer)
+        tensors = {id(value): value for value in (*self._stored, *self._stepped) if isinstance(value, Tensor)}
         self._tensors = list(tensors.values())
         self._pointers = list(map(Tensor.data_ptr, self._tensors))
         self._parameters = [tensor for tensor in self._tensors if isinstance(tensor, nn.Parameter)]
@@ -153,13 +166,15 @@ class Watched:
         return tuple(map(_training, self._attributes))
 
     def moved(self) -> bool:
-        """Whether a tensor was replaced or given other memory, a module swapped, a weight frozen or freed."""
-        stored = _values(self._stores)
+        """Whether a tensor was replaced or given other memory, a module swapped, a weight frozen, freed or added."""
+        stored, stepped = _values(self._stores), _stepped(self._optimizer)
         return not (
             self._optimizer.state is self._state
             and len(self._state) == len(self._moments)
             and all(map(operator.is_, self._state.values(), self._moments))
             and self._children == self._children_then
+            and len(stepped) == len(self._stepped)
+            and all(map(operator.is_, stepped, self._stepped))
             and len(stored) == len(self._stored)
             and all(map(operator.is_, stored, self._stored))
             and list(map(Tensor.data_ptr, self._tensors)) == self._pointers
@@ -169,6 +184,10 @@ class Watched:
 
 _training = operator.itemgetter("training")
 _requires_grad = operator.attrgetter("requires_grad")
+
+
+def _stepped(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _values(stores: Iterable[dict[str, Any]]) -> list[Any]:

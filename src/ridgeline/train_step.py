@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,8 @@ from ridgeline.ema import Ema
 from ridgeline.errors import NotEngaged
 from ridgeline.obstacles import Finding, preflight
 from ridgeline.step_program import Loss, Parts, StepProgram, StepRecipe
-from ridgeline.step_state import Key, Snapshot, Structure, flatten, signature
+from ridgeline.step_state import Key, Structure, flatten, signature
+from ridgeline.step_verifier import StepAgreement, StepLimits, verify_steps
 
 Capture = Callable[[Callable[..., Any], Sequence[Tensor]], Captured]
 
@@ -59,7 +60,8 @@ def compile_step(
     capture = None
     if recipe.capture and program.device.type == "cuda":
         # one pool: the graphs of a step never run at the same time
-        capture = partial(cudagraph.capture, pool=torch.cuda.graph_pool_handle())
+        pool = torch.cuda.graph_pool_handle()
+        capture = partial(cudagraph.capture, pool=pool, generators=recipe.generators)
     return TrainStep(program, example_batch, capture=capture)
 
 
@@ -73,10 +75,11 @@ class StepReport:
     eager_steps: int
     reason: str | None  # why steps run eagerly, or the last one did
     findings: tuple[Finding, ...]  # lines of the step that stand in the way
+    optimizer: str  # whose kernels step the optimizer, and why if not the project's own
 
     def lines(self) -> list[str]:
         engaged = f"{self.replays} steps replayed from {self.graphs} graphs, {self.eager_steps} run eagerly"
-        return [engaged, *([self.reason] if self.reason else []), *map(str, self.findings)]
+        return [engaged, *([self.reason] if self.reason else []), *map(str, self.findings), self.optimizer]
 
 
 class TrainStep:
@@ -125,16 +128,49 @@ class TrainStep:
         self.grad_norm = norm if norm is None or graph is None else norm.clone()
         return loss if graph is None else loss.clone()
 
+    def launch_operators(self, batch: Any) -> Tensor:
+        """One step as the graphs hold it, compiled as they are, its operators launched one by one; returns the loss.
+
+        For profilers: a kernel inside a graph has no operator, and this step runs the same kernels in the same order.
+        """
+        leaves, structure = flatten(batch)
+        self._program.refresh()
+        placed = [self._program.place(leaf) for leaf in leaves]
+        return self._program.run(placed, structure, compiled=self._compiled)[0]
+
     @property
     def report(self) -> StepReport:
         return StepReport(
-            len(self._graphs), self._captures, self._replays, self._eager_steps, self._reason, self._findings
+            graphs=len(self._graphs),
+            captures=self._captures,
+            replays=self._replays,
+            eager_steps=self._eager_steps,
+            reason=self._reason,
+            findings=self._findings,
+            optimizer=self._program.optimizer_in_words(),
         )
 
     @property
     def loss_scale(self) -> Tensor | None:
         """The present scale of fp16 losses, a scalar on the device; None in other dtypes."""
         return None if self._program.scaler is None else self._program.scaler.scale
+
+    def verify(self, batches: Iterable[Any], *, limits: StepLimits | None = None) -> StepAgreement:
+        """As many steps as there are `batches`, beside those of a plain loop of PyTorch's own parts; see step_verifier.
+
+        Both begin at the present state, which is afterwards what it was: weights, buffers, optimizer, averages, random
+        generators, gradients and the counts of `report`. Takes some 2 + `limits.twins` times the steps, and memory for
+        as many copies of the state. Raises VerificationFailed with the first tensor that differs too much.
+        """
+        batches = list(batches)
+        if batches:
+            self._key(*flatten(batches[0]))  # follows replaced weights before their values are kept
+        counts = self._replays, self._eager_steps, self._eager_run, self.grad_norm
+        try:
+            agreement = verify_steps(self, self._program, batches, limits or StepLimits())
+            return replace(agreement, replayed=self._replays - counts[0])
+        finally:
+            self._replays, self._eager_steps, self._eager_run, self.grad_norm = counts
 
     def check_engaged(self) -> None:
         """Raise NotEngaged if no step so far was replayed from a graph: the end of a run is a good place to ask."""
@@ -184,7 +220,7 @@ class TrainStep:
     def _add_graph(self, key: Key, leaves: Sequence[Tensor], structure: Structure) -> Captured | None:
         assert self._capture is not None
         placed = [self._program.place(leaf) for leaf in leaves]
-        self._program.refresh()
+        self._program.prepare_()
         try:
             graph = self._captured(placed, structure)
         except NotEngaged as error:
@@ -192,6 +228,8 @@ class TrainStep:
                 raise
             self._disengage(str(error))
             return None
+        # the graph reads the tables of its optimizer kernel, which other betas replace in the program
+        graph = replace(graph, owner=(graph.owner, self._program.one_pass))
         self._graphs[key] = graph
         self._captures += 1
         return graph
@@ -200,7 +238,7 @@ class TrainStep:
         """Capture, compiled if that is asked for and possible; leaves all state as it was."""
         assert self._capture is not None
         program = self._program
-        snapshot = Snapshot(program.tensors(), program.device)
+        snapshot = program.snapshot()
         try:
             if self._compiled:
                 try:
@@ -224,7 +262,7 @@ class TrainStep:
         """
         program = self._program
         placed = [program.place(leaf) for leaf in leaves]
-        snapshot = Snapshot(program.tensors(), program.device)
+        snapshot = program.snapshot()
         step = partial(program.accumulate_, placed, structure, compiled=False)
         with program.gradients_kept():
             try:
