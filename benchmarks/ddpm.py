@@ -72,7 +72,7 @@ RUNGS = (
     Rung("writeup-4", "noising and loss compiled too, reduce-overhead", graph="inductor"),
     Rung("writeup-5", "one CUDA graph over the whole step (ridgeline.compile_step)", graph="step"),
     Rung("one-pass", "clip, AdamW and average in one kernel", graph="step", one_pass=True),
-    Rung("nchw", "weights and images as they come, not channels-last", graph="step", one_pass=True, channels_last=False),
+    Rung("nchw", "weights and images stay NCHW", graph="step", one_pass=True, channels_last=False),
 )
 BY_NAME = {rung.name: rung for rung in RUNGS}
 
