@@ -327,22 +327,27 @@ def test_export_writes_what_the_package_ships(cache, tmp_path):
 
 KERNEL = '''"""A kernel."""
 import triton.language as tl
-from pieces import activate
+from pieces import TAPS, activate, host
 from elsewhere import unrelated
 
 WIDTH = tl.constexpr(4)
+DEPTH = tl.constexpr(TAPS)
 SAMPLES = (1, 2)
 
 @triton.jit
 def kernel(x, N: tl.constexpr):
     y = activate(x)  # why
 
-    tl.store(x, y + WIDTH)
+    host = y + WIDTH
+    tl.store(x, host + DEPTH)
 
 def candidates():
-    return SAMPLES
+    return SAMPLES, host()
 '''
 PIECES = """import triton
+
+TAPS = 9
+MOST = 2
 
 @triton.jit
 def activate(x):
@@ -353,27 +358,37 @@ def _shift(x):
     return x + 1
 
 def host():
-    return 1
+    return MOST
+"""
+# an op whose kernel stands in the file beside it, as does host code
+APART = """from kernel import candidates, kernel
+from pieces import host
+
+def plan():
+    return kernel, candidates, host
 """
 
 
-def hash_of(folder: Path, kernel: str = KERNEL, pieces: str = PIECES) -> str:
+def hash_of(folder: Path, kernel: str = KERNEL, pieces: str = PIECES, *, of: str = "kernel") -> str:
     folder.mkdir()
     (folder / "pieces.py").write_text(pieces)
     (folder / "kernel.py").write_text(kernel)
-    return source_hash(folder / "kernel.py")
+    (folder / "apart.py").write_text(APART)
+    return source_hash(folder / f"{of}.py")
 
 
 @pytest.mark.parametrize(
     ("old", "new", "where", "same"),
     [
-        ("y + WIDTH)", "y + WIDTH)   ", "kernel", True),
+        ("host + DEPTH)", "host + DEPTH)   ", "kernel", True),
         ("    tl.store", "    # a comment\n\n    tl.store", "kernel", True),
+        ("return MOST", "return -MOST", "pieces", True),
+        ("MOST = 2", "MOST = 3", "pieces", True),
+        ("TAPS = 9", "TAPS = 8", "pieces", False),
         ("    return x + 1", '    """Moved by one."""\n    return x + 1', "pieces", True),
         ('"""A kernel."""', '"""A better kernel."""', "kernel", True),
-        ("return SAMPLES", "return SAMPLES[:1]", "kernel", True),
+        ("return SAMPLES, ", "return SAMPLES[:1], ", "kernel", True),
         ("SAMPLES = (1, 2)", "SAMPLES = (1, 2, 3)", "kernel", True),
-        ("return 1", "return 2", "pieces", True),
         ("y + WIDTH", "y - WIDTH", "kernel", False),
         ("constexpr(4)", "constexpr(8)", "kernel", False),
         ("@triton.jit\ndef kernel", "@triton.jit(noinline=True)\ndef kernel", "kernel", False),
@@ -381,23 +396,30 @@ def hash_of(folder: Path, kernel: str = KERNEL, pieces: str = PIECES) -> str:
         ("x + 1", "x + 2", "pieces", False),
     ],
 )
-def test_the_hash_follows_the_machine_code(tmp_path, old, new, where, same):
+@pytest.mark.parametrize("of", ["kernel", "apart"])
+def test_the_hash_follows_the_machine_code(tmp_path, old, new, where, same, of):
+    """Of an op whose kernel stands in its file, and of one that imports it."""
     text = {"kernel": KERNEL, "pieces": PIECES}
     assert text[where].count(old) == 1
-    changed = hash_of(tmp_path / "b", **{**text, where: text[where].replace(old, new)})
-    assert (changed == hash_of(tmp_path / "a")) == same
+    changed = hash_of(tmp_path / "b", **{**text, where: text[where].replace(old, new)}, of=of)
+    assert (changed == hash_of(tmp_path / "a", of=of)) == same
     assert len(changed) == 12 and int(changed, 16) >= 0
 
 
 def test_a_file_without_a_kernel_has_no_hash(tmp_path):
-    with pytest.raises(ValueError, match="no function decorated with jit"):
-        hash_of(tmp_path / "a", kernel="x = 1\n")
+    with pytest.raises(ValueError, match="has and imports no function decorated with jit"):
+        hash_of(tmp_path / "a", kernel="x = 1\n", pieces="")
 
 
 def test_shipped_kernels_depend_on_their_shared_pieces(tmp_path):
     folder = Path(tuned.__file__).parent / "kernels"
     text = {path.name: path.read_text() for path in folder.glob("*.py")}
-    assert "tl.sigmoid(z)" in text["_nhwc.py"]
-    for name, content in text.items():
-        (tmp_path / name).write_text(content.replace("tl.sigmoid(z)", "tl.exp(z)") if name == "_nhwc.py" else content)
-    assert source_hash(tmp_path / "conv2d_act.py") != source_hash(folder / "conv2d_act.py")
+    edits = {"device": ("tl.sigmoid(z)", "tl.exp(z)"), "host": ("pitch >= c", "pitch > c")}
+    for side, (old, new) in edits.items():
+        assert text["_nhwc.py"].count(old) == 1
+        (tmp_path / side).mkdir()
+        for name, content in text.items():
+            (tmp_path / side / name).write_text(content.replace(old, new) if name == "_nhwc.py" else content)
+    shipped = source_hash(folder / "conv2d_act.py")
+    assert source_hash(tmp_path / "device" / "conv2d_act.py") != shipped
+    assert source_hash(tmp_path / "host" / "conv2d_act.py") == shipped

@@ -20,12 +20,12 @@ from ridgeline import tuned
 from ridgeline.compiler import lower
 from ridgeline.cost import Cost
 from ridgeline.errors import EnvironmentUnusable
-from ridgeline.kernels import conv2d_act
-from ridgeline.kernels._op import Launch
+from ridgeline.kernels import conv2d_act, conv_chain, detect_topk
+from ridgeline.kernels._op import LastLaunch, Launch, nearest_first
 from ridgeline.precompile import precompile
 from ridgeline.recipe import Recipe
 from ridgeline.timing import Timing
-from ridgeline.tuning import Backend, problems_of, tune
+from ridgeline.tuning import WIDTH, Backend, problems_of, tune, tune_all
 
 GPU = "NVIDIA Test"
 
@@ -68,10 +68,11 @@ def plan(*, x: Tensor, config: Config | None = None, target: object = None, out:
     )
 
 
-def toy(*proposed: Config) -> Any:
+def toy(*proposed: Config, name: str = "toy") -> Any:
     """y = 2 x, with `proposed` after its default."""
     return SimpleNamespace(
-        name="toy",
+        name=name,
+        source_hash=tuned.source_hash(Path(__file__)),
         reference=lambda x: x * 2,
         cost=lambda x: Cost(flops=x.numel(), read_bytes=x.nbytes, write_bytes=x.nbytes, pipe="cuda_fp32"),
         error_factor=2.0,
@@ -168,7 +169,7 @@ def test_wrong_candidates_are_never_timed():
     assert "NaN" in str(row.tried["32 partial"])  # the block it leaves out is not the last candidate's right answer
     assert row.tried["32 broken"] == "RuntimeError: Triton Error [CUDA]: invalid argument"
     assert row.tried["32 refused"] == "toy: block 7 is not valid"
-    assert lab.compiled == [5]
+    assert lab.compiled == [4]  # what is launched on one program less is the same kernel
 
 
 def test_a_compiler_that_dies_costs_its_candidate_alone(tmp_path, monkeypatch):
@@ -242,10 +243,68 @@ def test_force_times_everything_again():
     assert row.config["block"] == 32
 
 
-def test_given_candidates_stand_beside_the_default():
+@pytest.mark.parametrize(("width", "tried"), [(0, 1), (1, 2), (WIDTH, 1 + WIDTH), (None, 17)])
+def test_the_likeliest_candidates_stand_beside_the_default(width, tried):
     lab = Lab()
-    tune(toy(Config(32)), [problem()], backend=lab.backend, candidates=[Config(64), Config(16), Config(64)])
+    tune(toy(*(Config(2**i) for i in range(5, 21))), [problem()], backend=lab.backend, width=width)
+    assert lab.measured[0] == ["16 none", *(f"{2**i} none" for i in range(5, 21))][:tried]
+
+
+def test_a_wider_search_adds_to_what_was_tried():
+    op = toy(Config(32), Config(64), Config(128))
+    tune(op, [problem()], backend=Lab({"32 none": 1.0}).backend, width=1)
+    lab = Lab({"32 none": 1.0})
+    (row,) = tune(op, [problem()], backend=lab.backend, width=None)
+    assert lab.measured[0] == ["32 none", "64 none", "128 none"]
+    assert len(row.tried) == 4
+
+
+def test_many_ops_share_the_compilers_and_each_kernel_is_compiled_once():
+    """Two ops that launch the same kernels ask for them once."""
+    lab, seen = Lab({"32 none": 1.0, "64 none": 2.0}), []
+    ops = toy(Config(32)), toy(Config(32), Config(64), name="other")
+    rows = tune_all([(op, problem()) for op in ops], backend=lab.backend, progress=lambda *a: seen.append(a[:2]))
+    assert [(row.op, row.config["block"]) for row in rows] == [("toy", 32), ("other", 32)]
+    assert lab.compiled == [3]
+    assert seen == [(1, 2), (2, 2)]
+
+
+def test_every_kernel_of_a_launch_is_compiled():
+    """Three last launches; before them one that two configs share, and one that does not compile."""
+
+    def both(*, x: Tensor, config: Config | None = None, target: object = None) -> LastLaunch:
+        first = plan(x=x, config=Config(8, "broken" if config == Config(32) else "none"), target=target)
+        return LastLaunch(**vars(plan(x=x, config=config, target=target)), before=(first,))
+
+    lab = Lab()
+    op = toy(Config(32), Config(64))
+    op.launcher.plan = both
+
+    def compile_all_but_one(requests: Sequence[str], jobs: int) -> Iterator[str | None]:
+        list(lab.compile(requests, jobs))
+        yield from ("the compiler died" if "broken_kernel" in text else None for text in requests)
+
+    (row,) = tune(op, [problem()], backend=replace(lab.backend, compile=compile_all_but_one))
+    assert lab.compiled == [5]
+    assert row.tried["32 none"] == "the compiler died"
     assert lab.measured[0] == ["16 none", "64 none"]
+
+
+def test_the_nearest_config_is_the_one_with_fewest_doublings_between():
+    """Equals keep their order, each is there once, and another choice counts as one doubling."""
+    default = conv_chain.Config(16, 64, 64, 4, 3, early=True)
+    near = [replace(default, num_warps=8), replace(default, early=False), replace(default, block_n=32)]
+    far = replace(default, block_m=64), replace(default, block_m=64, early=False)
+    assert nearest_first(default, [*far[::-1], *near, default, near[0]]) == (default, *near, *far)
+
+
+@pytest.mark.parametrize(("flops", "length"), [(1, 20), (2**34, 4), (2**40, 2)])
+def test_chains_of_large_kernels_are_short(monkeypatch, flops, length):
+    op, runs, run = toy(), [], Launch.run
+    op.cost = lambda x: Cost(flops=flops, read_bytes=0, write_bytes=0, pipe="cuda_fp32")
+    monkeypatch.setattr(Launch, "run", lambda launch: runs.append(run(launch)))
+    tune(op, [problem()], backend=Lab(run=True).backend)
+    assert len(runs) == 1 + 2 * length  # the check, the screening and the finals
 
 
 def test_each_distinct_problem_is_tuned_once():
@@ -320,6 +379,19 @@ def test_the_problems_of_a_network_are_its_kernel_calls():
     assert arguments["x"].std() > 0.5
     assert torch.equal(arguments["weight"], shortcut.weight)
     assert "x 1x8x6x6" in op.key(**arguments)
+
+
+def test_detections_are_tuned_on_logits_like_a_detectors():
+    """With the strides of the graph's maps; on normal noise half of all scores would be above 0.5."""
+    given = detect_topk.SAMPLES[0].arguments(torch.float32, "cpu")
+    given["logits_p3"] = torch.zeros(1, 8, 8, 4).contiguous(memory_format=torch.channels_last)[:, 2:7]
+    assert detect_topk.OP.launcher.typical is not None
+    made = detect_topk.OP.launcher.typical(**given)
+    assert made.keys() == given.keys()
+    assert all(made[name] is given[name] for name in given if not name.startswith("logits"))
+    for name in ("logits_p3", "logits_p4", "logits_p5"):
+        assert made[name].shape == given[name].shape and made[name].stride() == given[name].stride()
+        assert made[name].mean() < -10
 
 
 @pytest.mark.gpu

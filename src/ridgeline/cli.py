@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import ridgeline
-from ridgeline import cli_train
+from ridgeline import cli_profile, cli_train
 from ridgeline.errors import RidgelineError, UsageError, VerificationFailed
 
 if TYPE_CHECKING:
@@ -117,6 +117,7 @@ def tune(a: argparse.Namespace) -> int:
     rows = ridgeline.compiler.tune(
         *ridgeline.compiler.on_gpu(target.module, target.inputs),
         recipe,
+        width=None if a.exhaustive else ridgeline.tuning.WIDTH,
         budget_s=a.budget,
         force=a.force,
         progress=lambda done, total, row: print(f"{row.op} {done}/{total}: {row.key}", file=sys.stderr, flush=True),
@@ -166,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     for add in (_add_roofline, _add_detect, _add_verify, _add_tune, _add_cache, _add_doctor, _add_sass, _add_demo):
         add(verbs)
     cli_train.add_commands(verbs)
+    cli_profile.add_commands(verbs)
     return parser
 
 
@@ -238,7 +240,8 @@ def _add_tune(verbs: argparse._SubParsersAction) -> None:
     )
     p.add_argument("--batch", type=int, help="images a call; default 1")
     _add_no_pdl(p)
-    p.add_argument("--budget", type=float, metavar="SECONDS", help="begin no further problem of an op after this long")
+    p.add_argument("--budget", type=float, metavar="SECONDS", help="begin no further problem after this long")
+    p.add_argument("--exhaustive", action="store_true", help="time every candidate, not the likeliest 12")
     p.add_argument("--force", action="store_true", help="time every candidate again, also where the table has times")
 
 

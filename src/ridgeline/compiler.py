@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -157,27 +155,24 @@ def tune(
     inputs: Tensor | Sequence[Tensor],
     recipe: Recipe | None = None,
     *,
+    width: int | None = tuning.WIDTH,
     budget_s: float | None = None,
     force: bool = False,
     progress: tuning.Progress | None = None,
 ) -> tuple[tuned.Row, ...]:
-    """Search the configs of every kernel that `compile` would launch, for the user's tables; see `tuning.tune`.
+    """Search the configs of every kernel that `compile` would launch, for the user's tables; see `tuning.tune_all`.
 
     A second run tunes nothing. Raises EnvironmentUnusable when the inputs are on no GPU.
     """
     examples = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     recipe = recipe or Recipe()
-    problems: dict[Op, list[dict[str, Any]]] = defaultdict(list)
+    problems: list[tuple[Op, dict[str, Any]]] = []
     # a chain is used only where it was seen to be faster than its parts, so both are measured
     apart = replace(recipe, rewrites=tuple(name for name in recipe.rewrites if name != "fuse_conv_chain"))
     for fused, explore in dict.fromkeys(((recipe, "pairs"), (recipe, "chains"), (apart, "chains"))):
         graph_module, _ = lower(module, examples, fused, explore=explore)
-        for op, arguments in tuning.problems_of(graph_module):
-            problems[op].append(arguments)
-    rows: list[tuned.Row] = []
-    for op, asked in problems.items():
-        rows += tuning.tune(op, asked, budget_s=budget_s, force=force, progress=progress)
-    return tuple(rows)
+        problems += tuning.problems_of(graph_module)
+    return tuning.tune_all(problems, width=width, budget_s=budget_s, force=force, progress=progress)
 
 
 def on_gpu(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -189,7 +184,7 @@ def on_gpu(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[nn.Module, tupl
 
 def source_hashes() -> dict[str, str]:
     """The hash that rows of each op must carry to be used."""
-    return {op.name: tuned.source_hash(Path(inspect.getfile(op.launcher.plan))) for op in ALL}
+    return {op.name: op.source_hash for op in ALL}
 
 
 def _signature(inputs: Sequence[Tensor]) -> tuple:

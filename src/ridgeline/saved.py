@@ -6,7 +6,6 @@ Not `torch.export.save`: its reader unpickles, and a file from elsewhere must no
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from ridgeline.launches import arguments_of, kernel_calls, planned
 from ridgeline.lowering import cast, choose_
 from ridgeline.plain import from_plain, to_plain
 from ridgeline.recipe import Recipe
-from ridgeline.tuned import Row, load, source_hash
+from ridgeline.tuned import Row, load
 from ridgeline.verifier import Agreement
 
 SCHEMA_VERSION = 1
@@ -125,7 +124,7 @@ def _tuned_rows(contents: Contents, gpu: str | None) -> tuple[Row, ...]:
     for graph_module, _ in contents.graphs if gpu is not None else ():
         for node in kernel_calls(graph_module):
             op = BY_OVERLOAD[node.target]  # pyright: ignore[reportArgumentType]
-            table = load(op.name, str(gpu), source_hash(Path(inspect.getfile(op.launcher.plan))))
+            table = load(op.name, str(gpu), op.source_hash)
             row = table.row(contents.recipe.dtype, op.key(**arguments_of(node, "meta")))
             rows |= {} if row is None else {row.identity: row}
     return tuple(rows.values())

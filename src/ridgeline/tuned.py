@@ -137,29 +137,24 @@ def build(kind: type[Config], config: Mapping[str, Value]) -> Config | None:
 
 @cache
 def source_hash(path: Path) -> str:
-    """12 hex digits over what decides a config's machine code: the kernel file's @triton.jit functions and whatever
-    they name at module level, there or in a file beside it. Docstrings, empty lines, whole-line comments and trailing
-    spaces do not count, nor do the candidates, samples and checks around the kernel: a table outlives changes of those.
+    """12 hex digits over what decides a config's machine code: the @triton.jit functions of an op's file, its own and
+    those that it imports from a file beside it, with the jit functions and module-level constants that they name there.
+
+    Docstrings, empty lines, whole-line comments and trailing spaces do not count, and no host code does: a table
+    outlives changes of candidates, checks and launches. What host code makes of a config needs no hash either, because
+    `build` compares its fields and the op's `is_valid` their values before a row is used.
     """
-    known = _definitions(path)
-    pending = [(path, name) for name, (node, _) in known.items() if _is_jit(node)]
+    pending = [place for name in _definitions(path) if _on_device(*(place := _resolved(path, name)))]
     if not pending:
-        # the kernels stand in a file beside this one
-        imports = ((name, node) for name, (node, _) in known.items() if isinstance(node, ast.ImportFrom))
-        pending = [(path, name) for name, node in imports if (node.module or "").startswith("ridgeline.kernels._")]
-    if not pending:
-        raise ValueError(f"source_hash: {path} has no function decorated with jit")
+        raise ValueError(f"source_hash: {path} has and imports no function decorated with jit")
     texts: dict[tuple[str, str], str] = {}
     while pending:
-        file, name = pending.pop()
+        file, name = _resolved(*pending.pop())
         if (file.name, name) in texts or name not in _definitions(file):
             continue
         node, text = _definitions(file)[name]
-        if isinstance(node, ast.ImportFrom):
-            # only a file beside this one is the kernel's own source
-            beside = file.parent / f"{(node.module or '').rpartition('.')[2]}.py"
-            original = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
-            pending += [(beside, original)] if beside.is_file() else []
+        # a kernel calls no host function: a name that it shares with one is a local variable's
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ImportFrom) and not _on_device(file, name):
             continue
         texts[file.name, name] = text
         pending += [(file, used.id) for used in ast.walk(node) if isinstance(used, ast.Name)]
@@ -371,6 +366,16 @@ def _definitions(path: Path) -> dict[str, tuple[ast.stmt, str]]:
     return found
 
 
+def _resolved(file: Path, name: str) -> tuple[Path, str]:
+    """Where a name is defined: only a file beside this one is the kernel's own source."""
+    while name in _definitions(file) and isinstance(node := _definitions(file)[name][0], ast.ImportFrom):
+        beside = file.parent / f"{(node.module or '').rpartition('.')[2]}.py"
+        if not beside.is_file():
+            break
+        file, name = beside, next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
+    return file, name
+
+
 def _docstring_lines(node: ast.stmt) -> range:
     if not isinstance(node, ast.FunctionDef) or ast.get_docstring(node) is None:
         return range(0)
@@ -386,6 +391,9 @@ def _names(node: ast.stmt) -> list[str]:
     return [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
 
 
-def _is_jit(node: ast.stmt) -> bool:
+def _on_device(file: Path, name: str) -> bool:
+    """Whether this is a function that Triton compiles, or evaluates while it compiles."""
+    node, _ = _definitions(file)[name]
     decorators = (getattr(d, "func", d) for d in getattr(node, "decorator_list", ()))
-    return any(getattr(d, "attr", getattr(d, "id", "")) == "jit" for d in decorators)
+    names = {getattr(d, "attr", getattr(d, "id", "")) for d in decorators}
+    return not names.isdisjoint(("jit", "constexpr_function"))

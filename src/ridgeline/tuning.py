@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from ridgeline import tuned
 from ridgeline.cudagraph import capture
 from ridgeline.errors import EnvironmentUnusable
 from ridgeline.kernels import BY_OVERLOAD
-from ridgeline.kernels._op import DTYPES, Launch, Op, Target, computed_in, target_of
+from ridgeline.kernels._op import Launch, Op, Target, computed_in, dtype_name, target_of
 from ridgeline.numerics import TF32_EPS, compare, to_float64
 from ridgeline.precompile import precompile, request
 from ridgeline.timing import Timing, differs, gpu_state, time_many
@@ -39,8 +39,10 @@ from ridgeline.tuned import Row
 
 _log = logging.getLogger(__name__)
 
+WIDTH = 12  # of YOLO26n's 84 problems on an H200, the best of these took 0.3 % longer in total than the best of all
+
 _CHAIN = 20  # launches a graph: its own launch cost no longer shows
-_CHAIN_BYTES = 2**30  # shorter chains of large kernels, which need no help to be measured
+_CHAIN_BYTES, _CHAIN_FLOPS = 2**29, 2**36  # some 100 µs: shorter chains of large kernels, which need no help
 _SCREEN_REPEATS, _FINAL_REPEATS = 7, 31
 _FINALISTS = 4
 
@@ -57,50 +59,58 @@ class Backend:
     device: Callable[[Tensor], str]  # the name of the GPU that holds a tensor
 
 
-def tune(
-    op: Op,
-    problems: Iterable[Mapping[str, Any]],
+def tune(op: Op, problems: Iterable[Mapping[str, Any]], **choices: Any) -> tuple[Row, ...]:
+    """The best config of one op for each distinct problem; `choices` are those of `tune_all`."""
+    return tune_all(((op, arguments) for arguments in problems), **choices)
+
+
+def tune_all(
+    problems: Iterable[tuple[Op, Mapping[str, Any]]],
     *,
-    candidates: Sequence[Any] | None = None,
+    width: int | None = WIDTH,
     budget_s: float | None = None,
     jobs: int | None = None,
     force: bool = False,
     progress: Progress | None = None,
     backend: Backend | None = None,
 ) -> tuple[Row, ...]:
-    """The best config of `op` for each distinct problem; new ones are in the user's table when this returns.
+    """The best config for each distinct problem of each op; new ones are in the user's table when this returns.
 
-    problems    arguments of the op, on a GPU; an `out` among them is overwritten
-    candidates  configs to try beside the default; None: those the op proposes
+    problems    an op and its arguments, on a GPU; an `out` among them is overwritten
+    width       candidates to try beside the default, the likeliest; None: all that an op proposes
     budget_s    wall time after which no further problem is begun; what was tuned by then stays
     jobs        compilers at a time; None: one less than the processor's cores
     force       time every candidate again; otherwise only those that the table has no time for, beside its winner
     progress    called as progress(done, total, row)
 
-    Raises EnvironmentUnusable for problems that are on no GPU, or when the GPU or the compilers stop working.
+    One call for many ops is faster than one call an op: the compilers start once, and compile for the next problems
+    while the GPU times the present one. Raises EnvironmentUnusable for problems that are on no GPU, or when the GPU or
+    the compilers stop working.
     """
     backend = backend or Backend(precompile, _measure, _device_name)
-    works: dict[tuple[str, str, str], _Work] = {}
-    for arguments in problems:
+    works: dict[tuple[str, ...], _Work] = {}
+    for op, arguments in problems:
         place = _place(op, arguments, backend.device)
-        if place not in works:
-            works[place] = _work(op, arguments, place, candidates, force=force)
-    requests = [text for work in works.values() for text in work.requests.values()]
+        if (op.name, *place) not in works:
+            works[op.name, *place] = _work(op, arguments, place, width, force=force)
+    # what several candidates launch is compiled once
+    requests = tuple(dict.fromkeys(text for work in works.values() for text in work.texts))
     alarm = threading.Timer(budget_s or 0, lambda: None)
     alarm.daemon = True
     rows = []
     if budget_s is not None:
         alarm.start()
     with closing(backend.compile(requests, jobs or max(1, len(os.sched_getaffinity(0)) - 1))) as outcomes:
+        answers: dict[str, str | None] = {}
         for work in works.values():
             if alarm.finished.is_set():
-                _log.warning(
-                    "%s: the budget of %g s ended after %d of %d problems", op.name, budget_s, len(rows), len(works)
-                )
+                _log.warning("the budget of %g s ended after %d of %d problems", budget_s, len(rows), len(works))
                 break
             row = work.known
             if work.configs:
-                row = _tune_one(op, work, [next(outcomes) for _ in work.requests], backend)
+                while not answers.keys() >= set(work.texts):
+                    answers[requests[len(answers)]] = next(outcomes)
+                row = _tune_one(work, answers, backend)
                 if row is None:
                     continue
                 tuned.merge([row])
@@ -115,7 +125,8 @@ def tune(
 def problems_of(graph_module: fx.GraphModule) -> Iterator[tuple[Op, dict[str, Any]]]:
     """Every call of a ridgeline op in a lowered graph, with arguments to tune it on.
 
-    Weights are the graph's own; other tensors are normal data with the layout and device that the graph records.
+    Weights are the graph's own; other tensors are normal data with the layout and device that the graph records, or
+    what the op says is typical.
     """
     for node in graph_module.graph.nodes:
         if node.op == "call_function" and node.target in BY_OVERLOAD:
@@ -123,7 +134,9 @@ def problems_of(graph_module: fx.GraphModule) -> Iterator[tuple[Op, dict[str, An
             given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
             # one tensor for a node that is two arguments
             made = {value: _tensor_of(graph_module, value) for value in node.all_input_nodes}
-            yield BY_OVERLOAD[node.target], {name: map_arg(value, made.__getitem__) for name, value in given.items()}
+            op = BY_OVERLOAD[node.target]
+            arguments = {name: map_arg(value, made.__getitem__) for name, value in given.items()}
+            yield op, arguments if op.launcher.typical is None else op.launcher.typical(**arguments)
 
 
 def _tensor_of(graph_module: fx.GraphModule, node: fx.Node) -> Tensor:
@@ -146,27 +159,31 @@ def _tensor_of(graph_module: fx.GraphModule, node: fx.Node) -> Tensor:
 class _Work:
     """What is left to do for one problem: nothing, or `configs`, of which the first is the one to beat."""
 
+    op: Op
     arguments: Mapping[str, Any]
     place: tuple[str, str, str]  # device, dtype, key
-    source_hash: str
     target: Target
     known: Row | None
     configs: tuple[Any, ...]
-    requests: Mapping[Any, str]  # to the compiler, by config
+    requests: Mapping[Any, tuple[str, ...]]  # to the compiler, by config
     refused: Mapping[str, str]  # why the op itself will not launch a config
+
+    @property
+    def texts(self) -> Iterator[str]:
+        """All requests, in the order of configs."""
+        return chain.from_iterable(self.requests.values())
 
 
 def _place(op: Op, arguments: Mapping[str, Any], device: Callable[[Tensor], str]) -> tuple[str, str, str]:
     x = computed_in(arguments)
-    dtype = next((name for name, value in DTYPES.items() if value == x.dtype), str(x.dtype))
-    return device(x), dtype, op.key(**arguments)
+    return device(x), dtype_name(x.dtype), op.key(**arguments)
 
 
 def _work(
     op: Op,
     arguments: Mapping[str, Any],
     place: tuple[str, str, str],
-    candidates: Sequence[Any] | None,
+    width: int | None,
     *,
     force: bool,
 ) -> _Work:
@@ -174,13 +191,9 @@ def _work(
     target = target_of(x)
     if x.is_cuda and int(target.arch.removeprefix("sm_")) >= 90 and "pdl" in inspect.signature(op.reference).parameters:
         arguments = {"pdl": True, **arguments}  # how a captured network launches it there
-    configs = op.launcher.candidates(target=target, **arguments)
-    if candidates is not None:
-        configs = (configs[0], *candidates)
-    configs = tuple(dict.fromkeys(configs))
+    configs = op.launcher.candidates(target=target, **arguments)[: None if width is None else 1 + width]
     device, dtype, key = place
-    source_hash = tuned.source_hash(Path(inspect.getfile(op.launcher.plan)))
-    known = None if force else tuned.load(op.name, device, source_hash).row(dtype, key)
+    known = None if force else tuned.load(op.name, device, op.source_hash).row(dtype, key)
     winner = None if known is None else tuned.build(type(configs[0]), known.config)
     if known is not None and winner is not None:
         new = tuple(config for config in configs if _tag(config) not in known.tried)
@@ -190,23 +203,27 @@ def _work(
     requests, refused = {}, {}
     for config in configs:
         try:
-            requests[config] = _request(op, arguments, config, target)
+            requests[config] = _requests(op, arguments, config, target)
         except ValueError as error:  # a config may suit some of the problems only
             refused[_tag(config)] = str(error)
-    return _Work(arguments, place, source_hash, target, known, configs, requests, refused)
+    return _Work(op, arguments, place, target, known, configs, requests, refused)
 
 
-def _tune_one(op: Op, work: _Work, outcomes: Sequence[str | None], backend: Backend) -> Row | None:
-    failed = dict(work.refused)
-    failed |= {_tag(config): reason for config, reason in zip(work.requests, outcomes, strict=True) if reason}
-    launches = _correct(op, work, failed)
+def _tune_one(work: _Work, answers: Mapping[str, str | None], backend: Backend) -> Row | None:
+    """`answers` are the compiler's, by request: None, or why it failed."""
+    op, failed = work.op, dict(work.refused)
+    for config, texts in work.requests.items():
+        reasons = [reason for text in texts if (reason := answers[text])]
+        failed |= {_tag(config): reasons[0]} if reasons else {}
+    launches = _correct(work, failed)
     device, dtype, key = work.place
     first = _tag(work.configs[0])
     if first not in launches:
         _log.warning("%s %s: not tuned, the config to beat failed: %s", op.name, key, failed[first])
         return None
     cost = op.cost(**_without_out(work.arguments))
-    length = max(2, min(_CHAIN, _CHAIN_BYTES // max(1, cost.read_bytes + cost.write_bytes)))
+    enough = _CHAIN_BYTES // max(1, cost.read_bytes + cost.write_bytes), _CHAIN_FLOPS // max(1, cost.flops)
+    length = max(2, min(_CHAIN, *enough))
     calls = {tag: _chain(launch, length) for tag, launch in launches.items()}
     timings = dict(backend.measure(calls, _SCREEN_REPEATS))
     best = sorted(timings, key=lambda tag: timings[tag].median_s)[:_FINALISTS]
@@ -218,7 +235,7 @@ def _tune_one(op: Op, work: _Work, outcomes: Sequence[str | None], backend: Back
     tried = {tag: _rounded(timing.median_s / length) for tag, timing in {**timings, **finals}.items()}
     return Row(
         op=op.name,
-        source_hash=work.source_hash,
+        source_hash=op.source_hash,
         device=device,
         dtype=dtype,
         key=key,
@@ -232,9 +249,9 @@ def _tune_one(op: Op, work: _Work, outcomes: Sequence[str | None], backend: Back
     )
 
 
-def _correct(op: Op, work: _Work, failed: dict[str, str]) -> dict[str, Launch]:
+def _correct(work: _Work, failed: dict[str, str]) -> dict[str, Launch]:
     """The launches whose output is right, all with one output tensor; adds the others' reasons to `failed`."""
-    arguments = _without_out(work.arguments)
+    op, arguments = work.op, _without_out(work.arguments)
     with torch.no_grad():
         reference64, eager = op.reference(**to_float64(arguments)), op.reference(**arguments)
     # TF32 rounds operands to ten bits, which the fp32 of the tensors does not tell
@@ -282,11 +299,11 @@ def _check_alive(output: Tensor, op: Op, config: Any, cause: Exception) -> None:
 
 
 def _chain(launch: Launch, length: int) -> Call:
-    def chain() -> None:
+    def launches() -> None:
         for _ in range(length):
             launch.run()
 
-    return capture(chain, (), warmup=1).replay if launch.output.is_cuda else chain
+    return capture(launches, (), warmup=1).replay if launch.output.is_cuda else launches
 
 
 def _measure(calls: Mapping[str, Call], repeats: int) -> Mapping[str, Timing]:
@@ -325,12 +342,11 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def _request(op: Op, arguments: Mapping[str, Any], config: Any, target: Target) -> str:
+def _requests(op: Op, arguments: Mapping[str, Any], config: Any, target: Target) -> tuple[str, ...]:
+    """What the compiler is asked for: one text a kernel launch."""
+    where = {"arch": target.arch, "shared_limit_bytes": target.shared_bytes}
     launch = op.launcher.plan(config=config, target=target, **arguments)
-    limit = target.shared_bytes
-    return request(
-        launch.kernel, launch.arguments, launch.constants, launch.options, arch=target.arch, shared_limit_bytes=limit
-    )
+    return tuple(request(part.kernel, part.arguments, part.constants, part.options, **where) for part in launch.parts)
 
 
 @cache

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ridgeline.cost.conv import ConvProblem
@@ -17,6 +18,7 @@ from ridgeline.kernels.depthwise_conv2d_act import (
     Config,
     Problem,
     candidates,
+    convolve,
     default_config,
     is_packed,
     pack,
@@ -47,6 +49,24 @@ def make(n=1, c=8, h=6, w=5, r=3, s=3, *, dtype=torch.float16, bias=True, residu
 def check(arguments: dict[str, Any], actual: Tensor) -> None:
     verdict = compare(actual, reference(**to_float64(arguments)), reference(**arguments))
     assert verdict.passed, verdict.reason
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("size", "filters", "stride", "padding"),
+    [
+        ((6, 5), (3, 3), (1, 1), (1, 1)),
+        ((9, 8), (3, 3), (2, 2), (1, 1)),
+        ((9, 7), (5, 3), (2, 1), (0, 2)),
+        ((3, 4), (1, 4), (3, 2), (2, 0)),
+    ],
+)
+def test_in_float64_shifted_sums_are_the_convolution(size, filters, stride, padding, bias):
+    (h, w), (r, s) = size, filters
+    x, weight, b, *_ = to_float64(make(2, 6, h, w, r, s, stride=stride, padding=padding)).values()
+    b = b if bias else None
+    expected = F.conv2d(x, weight, b, stride, padding, groups=6)
+    torch.testing.assert_close(convolve(x, weight, b, stride, padding), expected, rtol=1e-13, atol=1e-13)
 
 
 def test_out_may_be_the_residual():

@@ -10,10 +10,31 @@ import torch
 from torch import Tensor
 
 from ridgeline.cost.conv import ConvProblem, problem_of
-from ridgeline.kernels._nhwc import ACTIVATIONS, check_map, empty_nhwc, partly_shared, pixel_pitch, share_elements
+from ridgeline.kernels._nhwc import (
+    ACTIVATIONS,
+    check_map,
+    empty_nhwc,
+    next_power_of_2,
+    partly_shared,
+    pixel_pitch,
+    share_elements,
+)
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 INT32_ELEMENTS = 2**31
+
+
+def padded(elements: int) -> int:
+    """Rows or columns of a matrix product that hold so many."""
+    return max(16, next_power_of_2(elements))
+
+
+def reduction_step(channels: int, taps: int, element_size: int) -> int:
+    """128 bytes of channels, the width of a shared-memory row; half of it, or several taps, where C does not divide."""
+    full = 128 // element_size
+    if channels % full == 0:
+        return full
+    return full // 2 if channels % (full // 2) == 0 else min(full, padded(channels * taps))
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from itertools import pairwise
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from ridgeline.kernels._conv import INT32_ELEMENTS, ConvCall
-from ridgeline.kernels._nhwc import ACTIVATIONS, check_map, pixel_pitch, share_elements
+from ridgeline.kernels._conv import INT32_ELEMENTS, ConvCall, padded
+from ridgeline.kernels._nhwc import ACTIVATIONS, cdiv, check_map, pixel_pitch, share_elements
+from ridgeline.kernels._op import Target
 from ridgeline.kernels.conv2d_act import PRECISIONS
 from ridgeline.kernels.depthwise_conv2d_act import is_packed
 
@@ -119,6 +121,18 @@ class Problem(ConvCall):
         conv = self.conv
         return conv.n, self.channels[-1], conv.oh, conv.ow
 
+    def columns(self, block_n: int) -> tuple[int, ...]:
+        """That hold the value of each stage; of the last, block_n are dealt to a program."""
+        return (*map(padded, self.channels[:-1]), block_n)
+
+    def tail_elements(self, block_m: int, block_n: int, block_k: int) -> int:
+        """Of the tails' weights and extras, as far as a program loads them."""
+        count = 0
+        for (b_in, b_out), extra in zip(pairwise(self.columns(block_n)), self.extra_channels, strict=True):
+            steps = cdiv(extra, block_k) * block_k
+            count += (b_in + steps) * b_out + steps * block_m
+        return count
+
     def _agrees(self, tail: int, skip: int) -> bool:
         return self.channels[skip] == self.channels[tail + 1]
 
@@ -136,3 +150,24 @@ class Problem(ConvCall):
         for tensor in (x, self.residual, *self.extras):
             if self.out is not None and tensor is not None and share_elements(self.out, tensor):
                 self.refuse("out must share no memory with x, residual or extras: other programs still read those")
+
+
+class Tile(Protocol):
+    """What the configs of both ops have in common."""
+
+    def is_valid(self, problem: Any, target: Target) -> bool: ...
+
+
+Config = TypeVar("Config", bound=Tile)
+
+
+def choose(
+    problem: Problem, configs: Sequence[Config], programs: Callable[[Config], int], target: Target
+) -> Config | None:
+    """The first valid config that gives every second multiprocessor a program, or the one that gives most programs.
+
+    None where registers or shared memory hold the values of no config.
+    """
+    valid = [config for config in configs if config.is_valid(problem, target)]
+    filling = (config for config in valid if 2 * programs(config) >= target.sm_count)
+    return next(filling, max(valid, key=programs, default=None))

@@ -27,7 +27,6 @@ from itertools import product
 from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -48,8 +47,18 @@ from ridgeline.kernels._nhwc import (
     tf32_rounding,
     wait_for_predecessor,
 )
-from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
-from ridgeline.kernels.depthwise_conv2d_act import is_packed, pack
+from ridgeline.kernels._op import (
+    Launch,
+    Launcher,
+    Sample,
+    Target,
+    define,
+    execute,
+    nearest_first,
+    target_of,
+    tuned_config,
+)
+from ridgeline.kernels.depthwise_conv2d_act import convolve, is_packed, pack
 
 PRECISIONS = ("tf32", "ieee")
 _MAX_ACCUMULATORS = 80  # fp32 a thread: scores, mixed values and their convolution; 128 spill on sm_90
@@ -72,7 +81,7 @@ def reference(
     attention = (q.transpose(-2, -1) @ k * key_channels**-0.5).softmax(dim=-1)
     mixed = (v @ attention.transpose(-2, -1)).reshape(n, heads * value_channels, h, w)
     values = v.reshape(n, heads * value_channels, h, w)
-    position = F.conv2d(values, weight, None if bias is None else bias.to(qkv.dtype), padding=1, groups=values.shape[1])
+    position = convolve(values, weight, None if bias is None else bias.to(qkv.dtype), (1, 1), (1, 1))
     return mixed + position
 
 
@@ -286,12 +295,12 @@ def default_config(problem: Problem, target: Target) -> Config:
 
 
 def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
-    """The default, then every other valid config worth timing."""
+    """The default, then every other valid config worth timing, those nearest to it first."""
     problem = Problem(**arguments)
     target = target or target_of(problem.qkv)
     default = default_config(problem, target)
     tried = (Config(q, k, w, s) for q, k, w, s in product((16, 32, 64), (64, 128, 256, 512), (4, 8, 2), (3, 2, 1)))
-    return (default, *(c for c in tried if c != default and c.is_valid(problem, target)))
+    return nearest_first(default, (c for c in tried if c.is_valid(problem, target)))
 
 
 def plan(*, config: Config | None = None, target: Target | None = None, **arguments: Any) -> Launch:

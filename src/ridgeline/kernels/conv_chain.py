@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -36,12 +37,22 @@ from torch import Tensor
 
 from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem, conv_forward, problem_of
-from ridgeline.kernels._conv import FLOATS
+from ridgeline.kernels import depthwise_conv2d_act
+from ridgeline.kernels._conv import FLOATS, padded, reduction_step
 from ridgeline.kernels._conv_chain import conv_chain_kernel
-from ridgeline.kernels._conv_chain_call import Problem
-from ridgeline.kernels._nhwc import cdiv, next_power_of_2, random_nhwc, tf32_rounding
-from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
-from ridgeline.kernels.depthwise_conv2d_act import pack
+from ridgeline.kernels._conv_chain_call import Problem, choose
+from ridgeline.kernels._nhwc import cdiv, random_nhwc, tf32_rounding
+from ridgeline.kernels._op import (
+    Launch,
+    Launcher,
+    Sample,
+    Target,
+    define,
+    execute,
+    nearest_first,
+    target_of,
+    tuned_config,
+)
 
 _MAX_ACCUMULATORS = 64  # fp32 a thread
 _MAX_OPERANDS = 128  # registers a thread for what is loaded ahead
@@ -64,7 +75,9 @@ def reference(
     pdl: bool = False,  # noqa: ARG001 - a choice of scheduling
 ) -> Tensor:
     first, *others = acts.split()
-    value = F.conv2d(x, weight, _cast(bias, x), stride, padding, groups=x.shape[1] // weight.shape[1])
+    # one filter a channel; with one channel of x the plain convolution does the same
+    convolve = depthwise_conv2d_act.convolve if weight.shape[:2] == (x.shape[1], 1) else F.conv2d
+    value = convolve(x, weight, _cast(bias, x), stride, padding)
     value = F.silu(value) if first == "silu" else value
     values = [value if residual is None else value + residual]
     for tail, tail_bias, extra, act, skip in zip(weights, biases, extras, others, skips, strict=True):
@@ -119,7 +132,7 @@ class Config:
     def is_valid(self, problem: Problem, target: Target) -> bool:
         """Whether it compiles, fits the target's shared memory and keeps its values and operands in registers."""
         threads, size = 32 * self.num_warps, problem.x.element_size()
-        columns = (*_blocks(problem), self.block_n)
+        columns = problem.columns(self.block_n)
         blocks = (self.block_m, self.block_n, self.block_k)
         held = self._held_elements(problem) * size
         step = self.num_stages * (self.block_m + max(columns)) * self.block_k
@@ -129,7 +142,7 @@ class Config:
             and self.num_warps in (1, 2, 4, 8)
             and self.num_stages >= 1
             # a value that the last stage adds has all its columns
-            and (problem.skips[-1] < 0 or self.block_n == _widest(problem))
+            and (problem.skips[-1] < 0 or self.block_n == padded(problem.channels[-1]))
             and self.block_m * max(columns) <= _MAX_ACCUMULATORS * threads
             and held <= 4 * _MAX_OPERANDS * threads
             and max(step, operand + self.block_m * max(columns)) * size <= target.shared_bytes
@@ -137,16 +150,13 @@ class Config:
 
     def _held_elements(self, problem: Problem) -> int:
         """Of operands that are loaded before they are needed."""
-        columns = (*_blocks(problem), self.block_n)
-        conv, count = problem.conv, 0
+        columns, conv, count = problem.columns(self.block_n), problem.conv, 0
         if problem.depthwise:
             count += conv.taps * columns[0]
         elif self.num_stages == 1:
             count += cdiv(conv.c * conv.taps, self.block_k) * self.block_k * (self.block_m + columns[0])
         if self.early:
-            for b_in, b_out, extra in zip(columns, columns[1:], problem.extra_channels, strict=False):
-                padded = cdiv(extra, self.block_k) * self.block_k
-                count += (b_in + padded) * b_out + padded * self.block_m
+            count += problem.tail_elements(self.block_m, self.block_n, self.block_k)
         return count
 
 
@@ -155,11 +165,10 @@ def default_config(problem: Problem, target: Target) -> Config:
 
     Where pixels are too few for that, its columns are dealt out. Operands are loaded early if registers hold them.
     """
-    valid = [config for config in _likely(problem) if config.is_valid(problem, target)]
-    if not valid:
-        raise ValueError(f"conv_chain: channels {problem.channels} are too many for {target.arch}: run them one by one")
-    filling = (config for config in valid if 2 * _programs(problem, config) >= target.sm_count)
-    return next(filling, max(valid, key=lambda config: _programs(problem, config)))
+    config = choose(problem, _likely(problem), partial(_programs, problem), target)
+    if config is None:
+        problem.refuse(f"channels {problem.channels} are too many for {target.arch}: run them one by one")
+    return config
 
 
 def fits(*, target: Target | None = None, **arguments: Any) -> bool:
@@ -169,17 +178,17 @@ def fits(*, target: Target | None = None, **arguments: Any) -> bool:
 
 
 def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
-    """The default, then every other valid config worth timing, those that fill the GPU best first."""
+    """The default, then every other valid config worth timing: the nearest first, of those what fills the GPU best."""
     problem = Problem(**arguments)
     target = target or target_of(problem.x)
-    default, widest = default_config(problem, target), _widest(problem)
+    default, widest = default_config(problem, target), padded(problem.channels[-1])
     block_k = default.block_k
     columns = sorted({min(n, widest) for n in (32, 64, 128, 256)})
     variants = [(w, s, early) for early in (True, False) for w, s in ((4, 1), (8, 1), (4, 3), (8, 3), (2, 3))]
     tried = [Config(m, n, block_k, *variant) for m in (16, 32, 64) for n in columns for variant in variants]
-    worth = [config for config in tried if config != default and config.is_valid(problem, target)]
-    worth.sort(key=lambda config: abs(_programs(problem, config) / target.sm_count - 1))
-    return (default, *worth[:_MOST_CANDIDATES])
+    valid = [config for config in tried if config.is_valid(problem, target)]
+    valid.sort(key=lambda config: abs(_programs(problem, config) / target.sm_count - 1))
+    return nearest_first(default, valid)[: 1 + _MOST_CANDIDATES]
 
 
 def plan(*, config: Config | None = None, target: Target | None = None, **arguments: Any) -> Launch:
@@ -198,7 +207,7 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
         arguments={**problem.arguments(y), **problem.tail_operands},
         constants={
             **problem.constants(y),
-            **problem.stage_constants(_blocks(problem)),
+            **problem.stage_constants(problem.columns(config.block_n)[:-1]),
             "TAILS": len(problem.weights),
             "DEPTHWISE": problem.depthwise,
             "PRECISION": problem.precision,
@@ -245,14 +254,9 @@ def _cast(bias: Tensor | None, like: Tensor) -> Tensor | None:
     return None if bias is None else bias.to(like.dtype)
 
 
-def _blocks(problem: Problem) -> tuple[int, ...]:
-    """Columns that hold the value of each stage but the last, whose columns a config deals out."""
-    return tuple(max(16, next_power_of_2(channels)) for channels in problem.channels[:-1])
-
-
 def _likely(problem: Problem) -> list[Config]:
     """Tiles of most pixels first, then narrower last stages; of each, what loads most ahead first."""
-    block_k, widest = _block_k(problem), _widest(problem)
+    block_k, widest = _block_k(problem), padded(problem.channels[-1])
     # a thread holds nine taps of a depthwise filter beside its sums
     rows = (32, 16) if problem.depthwise else (64, 32, 16)
     tiles = [(m, widest) for m in rows] + [(16, n) for n in (128, 64, 32, 16) if n < widest]
@@ -262,17 +266,10 @@ def _likely(problem: Problem) -> list[Config]:
     return [Config(m, n, block_k, *variant) for m, n in tiles for variant in variants]
 
 
-def _widest(problem: Problem) -> int:
-    """Columns that hold all of y."""
-    return max(16, next_power_of_2(problem.channels[-1]))
-
-
 def _block_k(problem: Problem) -> int:
-    """128 bytes of channels of the widest reduction, the width of a shared-memory row, or less where x has fewer."""
-    full, conv = 128 // problem.x.element_size(), problem.conv
-    if problem.depthwise or conv.c % full == 0:
-        return full
-    return full // 2 if conv.c % (full // 2) == 0 else min(full, max(16, next_power_of_2(conv.c * conv.taps)))
+    """What suits the convolution; behind a depthwise one, which reduces no channels, a full row for the tails."""
+    conv, element_size = problem.conv, problem.x.element_size()
+    return 128 // element_size if problem.depthwise else reduction_step(conv.c, conv.taps, element_size)
 
 
 def _programs(problem: Problem, config: Config) -> int:
@@ -320,7 +317,7 @@ def _sample(
         value = (x[0], k, conv.oh, conv.ow)
         return {
             "x": random_nhwc(x, dtype, device, seed=0),
-            "weight": pack(weight) if depthwise else weight,
+            "weight": depthwise_conv2d_act.pack(weight) if depthwise else weight,
             "bias": random_nhwc((1, k, 1, 1), torch.float32, device, seed=2).flatten() if with_bias else None,
             "residual": random_nhwc(value, dtype, device, seed=3) if with_residual else None,
             **tail_arguments(tails, value, dtype, device, with_bias=with_bias),

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,11 +37,22 @@ from torch import Tensor
 from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem, conv_forward
 from ridgeline.kernels import conv_chain
-from ridgeline.kernels._conv import FLOATS
+from ridgeline.kernels._conv import FLOATS, padded, reduction_step
+from ridgeline.kernels._conv_chain_call import choose
 from ridgeline.kernels._conv_pair_chain import conv_pair_chain_kernel
 from ridgeline.kernels._conv_pair_chain_call import PairProblem
 from ridgeline.kernels._nhwc import cdiv, next_power_of_2, random_nhwc, tf32_rounding
-from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
+from ridgeline.kernels._op import (
+    Launch,
+    Launcher,
+    Sample,
+    Target,
+    define,
+    execute,
+    nearest_first,
+    target_of,
+    tuned_config,
+)
 
 _MAX_ACCUMULATORS = 64  # fp32 a thread
 _MAX_OPERANDS = 160  # registers a thread for what is loaded ahead
@@ -120,42 +131,31 @@ class Config:
         if self.block_m not in _TILES:
             return False
         threads, size, halo = 32 * self.num_warps, problem.x.element_size(), _halo(self.block_m)
-        inner, columns = _padded(problem.inner_channels), self.columns(problem)
+        inner, columns = padded(problem.inner_channels), problem.columns(self.block_n)
         ends_in_skip = bool(problem.skips) and problem.skips[-1] >= 0
         steps = cdiv(9 * problem.x.shape[1], self.block_k) if self.num_stages == 1 else self.num_stages
         shared = steps * (halo + inner) * self.block_k + 9 * (self.block_m * halo + inner * columns[0])
-        shared += self._tail_elements(problem) if self.early else 0
+        shared += problem.tail_elements(self.block_m, self.block_n, self.block_k) if self.early else 0
         return (
             all(block >= 16 and block & (block - 1) == 0 for block in (self.block_n, self.block_k))
             and self.num_warps in (1, 2, 4, 8)
             and self.num_stages >= 1
             # a value that the last stage adds has all its columns
-            and (not ends_in_skip or self.block_n == _padded(problem.channels[-1]))
+            and (not ends_in_skip or self.block_n == padded(problem.channels[-1]))
             and max(halo * inner, 8 * self.block_m * inner, self.block_m * max(columns)) <= _MAX_ACCUMULATORS * threads
             # what selects rows is made in registers, long before the rest is loaded
             and max(9 * self.block_m * halo, self._held_elements(problem)) * size <= 4 * _MAX_OPERANDS * threads
             and shared * size <= target.shared_bytes
         )
 
-    def columns(self, problem: PairProblem) -> tuple[int, ...]:
-        """Of the value of each stage from the outer convolution on."""
-        return (*map(_padded, problem.channels[:-1]), self.block_n)
-
     def _held_elements(self, problem: PairProblem) -> int:
         """Of operands that are loaded before they are needed."""
-        inner, count = _padded(problem.inner_channels), 0
+        inner, count = padded(problem.inner_channels), 0
         if self.num_stages == 1:
             count += cdiv(9 * problem.x.shape[1], self.block_k) * self.block_k * (_halo(self.block_m) + inner)
         if self.early:
-            count += 9 * inner * self.columns(problem)[0] + self._tail_elements(problem)
-        return count
-
-    def _tail_elements(self, problem: PairProblem) -> int:
-        """Of the tails' weights and extras."""
-        count = 0
-        for (b_in, b_out), extra in zip(pairwise(self.columns(problem)), problem.extra_channels, strict=True):
-            padded = cdiv(extra, self.block_k) * self.block_k
-            count += (b_in + padded) * b_out + padded * self.block_m
+            count += 9 * inner * problem.columns(self.block_n)[0]
+            count += problem.tail_elements(self.block_m, self.block_n, self.block_k)
         return count
 
 
@@ -164,31 +164,27 @@ def default_config(problem: PairProblem, target: Target) -> Config:
 
     Where pixels are too few for that, its columns are dealt out. Operands are loaded early if registers hold them.
     """
-    tried = _configs(problem, block_ms=(64, 32, 16))
-    valid = [config for config in tried if config.is_valid(problem, target)]
-    if not valid:
+    config = choose(problem, _likely(problem), partial(_programs, problem), target)
+    if config is None:
         channels = (problem.inner_channels, *problem.channels)
-        raise ValueError(f"conv_pair_chain: channels {channels} are too many for {target.arch}: run them one by one")
-    filling = (config for config in valid if 2 * _programs(problem, config) >= target.sm_count)
-    return next(filling, max(valid, key=lambda config: _programs(problem, config)))
+        problem.refuse(f"channels {channels} are too many for {target.arch}: run them one by one")
+    return config
 
 
 def fits(*, target: Target | None = None, **arguments: Any) -> bool:
     """Whether a config is valid for this call: registers or shared memory may not hold its values."""
     problem = PairProblem(**arguments)
     target = target or target_of(problem.x)
-    return any(config.is_valid(problem, target) for config in _configs(problem, block_ms=(64, 32, 16)))
+    return any(config.is_valid(problem, target) for config in _likely(problem))
 
 
 def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
-    """The default, then every other valid config worth timing, those that fill the GPU best first."""
+    """The default, then every other valid config worth timing: the nearest first, of those what fills the GPU best."""
     problem = PairProblem(**arguments)
     target = target or target_of(problem.x)
-    default = default_config(problem, target)
-    tried = _configs(problem, block_ms=(16, 32, 64))
-    worth = [config for config in tried if config != default and config.is_valid(problem, target)]
-    worth.sort(key=lambda config: abs(_programs(problem, config) / target.sm_count - 1))
-    return (default, *worth[:_MOST_CANDIDATES])
+    valid = [config for config in _likely(problem) if config.is_valid(problem, target)]
+    valid.sort(key=lambda config: abs(_programs(problem, config) / target.sm_count - 1))
+    return nearest_first(default_config(problem, target), valid)[: 1 + _MOST_CANDIDATES]
 
 
 def plan(*, config: Config | None = None, target: Target | None = None, **arguments: Any) -> Launch:
@@ -216,8 +212,8 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
         arguments=operands,
         constants={
             **problem.constants(y),
-            **problem.stage_constants(config.columns(problem)),
-            "BI": _padded(problem.inner_channels),
+            **problem.stage_constants(problem.columns(config.block_n)),
+            "BI": padded(problem.inner_channels),
             "INNER_ACT": problem.acts.split()[0],
             "TAILS": len(problem.weights),
             "PRECISION": problem.precision,
@@ -262,31 +258,19 @@ def conv_pair_chain(
 _MOST_CANDIDATES = 40  # beside the default
 
 
-def _configs(problem: PairProblem, *, block_ms: Sequence[int]) -> list[Config]:
-    """Every config worth a thought, by pixels, then columns, the widest first, then what is loaded early."""
-    widest, block_k = _padded(problem.channels[-1]), _block_k(problem)
+def _likely(problem: PairProblem) -> list[Config]:
+    """Tiles of most pixels first, then narrower last stages; of each, what loads most ahead first."""
+    widest = padded(problem.channels[-1])
+    block_k = reduction_step(problem.x.shape[1], 9, problem.x.element_size())
     columns = [widest, *(n for n in (128, 64, 32, 16) if n < widest)]
     variants = [(w, s, early) for early in (True, False) for s in (1, 3) for w in (4, 8)]
-    return [Config(m, n, block_k, *variant) for m in block_ms for n in columns for variant in variants]
-
-
-def _padded(channels: int) -> int:
-    """Columns of a product that hold so many channels."""
-    return max(16, next_power_of_2(channels))
+    return [Config(m, n, block_k, *variant) for m in (64, 32, 16) for n in columns for variant in variants]
 
 
 def _halo(block_m: int) -> int:
     """Rows of a product that hold a tile and one pixel on each side."""
     tile_h, tile_w = _TILES[block_m]
     return next_power_of_2((tile_h + 2) * (tile_w + 2))
-
-
-def _block_k(problem: PairProblem) -> int:
-    """128 bytes of channels, the width of a shared-memory row, or less where x has fewer."""
-    full, channels = 128 // problem.x.element_size(), problem.x.shape[1]
-    if channels % full == 0:
-        return full
-    return full // 2 if channels % (full // 2) == 0 else min(full, _padded(9 * channels))
 
 
 def _programs(problem: PairProblem, config: Config) -> int:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -31,7 +32,17 @@ from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem, conv_forward, problem_of
 from ridgeline.kernels._conv import FLOATS, ConvCall
 from ridgeline.kernels._nhwc import activate, cdiv, next_power_of_2, random_nhwc, wait_for_predecessor
-from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
+from ridgeline.kernels._op import (
+    Launch,
+    Launcher,
+    Sample,
+    Target,
+    define,
+    execute,
+    nearest_first,
+    target_of,
+    tuned_config,
+)
 
 _VECTOR_BYTES = 16
 _MAX_ELEMENTS = 32  # fp32 accumulators a thread
@@ -48,6 +59,21 @@ def is_packed(weight: Tensor) -> bool:
     return weight.permute(2, 3, 1, 0).is_contiguous()
 
 
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int]) -> Tensor:
+    """F.conv2d with a filter a channel, fit to be a reference: cuDNN takes seconds for a small map in float64."""
+    if x.dtype != torch.float64:
+        return F.conv2d(x, weight, bias, stride, padding, groups=x.shape[1])
+    (down, across), (r, s) = stride, weight.shape[2:]
+    framed = F.pad(x, (padding[1], padding[1], padding[0], padding[0]))
+    h, w = framed.shape[2] - r + 1, framed.shape[3] - s + 1
+    y = sum(
+        framed[:, :, i : i + h : down, j : j + w : across] * weight[:, 0, i, j, None, None]
+        for i, j in product(range(r), range(s))
+    )
+    assert isinstance(y, Tensor)
+    return y if bias is None else y + bias[:, None, None]
+
+
 def reference(
     x: Tensor,
     weight: Tensor,
@@ -59,7 +85,7 @@ def reference(
     act: str = "silu",
     pdl: bool = False,  # noqa: ARG001 - a choice of scheduling, not of meaning
 ) -> Tensor:
-    y = F.conv2d(x, weight, None if bias is None else bias.to(x.dtype), stride, padding, groups=x.shape[1])
+    y = convolve(x, weight, None if bias is None else bias.to(x.dtype), stride, padding)
     if act == "silu":
         y = F.silu(y)
     return y if residual is None else y + residual
@@ -185,14 +211,14 @@ def default_config(problem: Problem, target: Target) -> Config:
 
 
 def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
-    """The default, then every other valid config with 4 to 16 elements a thread."""
+    """The default, then every other valid config with 4 to 16 elements a thread, those nearest to it first."""
     problem = Problem(**arguments)
     target = target or target_of(problem.x)
     default = default_config(problem, target)
     widths = {default.block_c, max(8, default.block_c // 2), next_power_of_2(problem.x.shape[1])}
     tried = (Config(m, c, warps) for c in sorted(widths) for m in (4, 8, 16, 32, 64, 128) for warps in (1, 2, 4, 8))
     worth = (t for t in tried if 4 <= t.block_m * t.block_c // (32 * t.num_warps) <= 16)
-    return (default, *(t for t in worth if t != default and t.is_valid(problem, target)))
+    return nearest_first(default, (t for t in worth if t.is_valid(problem, target)))
 
 
 def plan(*, config: Config | None = None, target: Target | None = None, **arguments: Any) -> Launch:

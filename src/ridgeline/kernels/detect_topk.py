@@ -30,23 +30,34 @@ bounds what is ranked, to about k / 2048 of them, except for k above 2048 and, i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ridgeline.cost import Cost
-from ridgeline.kernels._conv import FLOATS, INT32_ELEMENTS
-from ridgeline.kernels._nhwc import cdiv, check_map, next_power_of_2, pixel_pitch, random_nhwc
-from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
+from ridgeline.kernels._conv import FLOATS
+from ridgeline.kernels._nhwc import cdiv, next_power_of_2, pixel_pitch, random_nhwc
+from ridgeline.kernels._op import (
+    LastLaunch,
+    Launch,
+    Launcher,
+    Sample,
+    Target,
+    define,
+    execute,
+    nearest_first,
+    target_of,
+    tuned_config,
+)
 from ridgeline.kernels._topk import anchor_maxima_kernel, collect_kernel, rank_kernel
+from ridgeline.kernels._topk_call import Problem
 from ridgeline.models.postprocess import MAX_DETECTIONS, STRIDES, anchor_grid, decode_xyxy, top_detections
 
 _BLOCK_LIST = 512  # entries of the list that a program of `rank` compares with at once
-_TILE_LOGITS = _SPLITTERS = 8192  # of a tile, of an image: most where shapes leave a choice, 32 a thread of 8 warps
-_SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # bits of an fp32 that are 0 if it comes from these
 
 
 def reference(
@@ -88,120 +99,6 @@ def cost(
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One call, checked."""
-
-    box_p3: Tensor
-    box_p4: Tensor
-    box_p5: Tensor
-    logits_p3: Tensor
-    logits_p4: Tensor
-    logits_p5: Tensor
-    limit: int = MAX_DETECTIONS
-    pdl: bool = False
-    out: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        first, logits = self.box_p3, self.logits_p3
-        if any(t.dim() != 4 for t in (*self.boxes, *self.logits)) or 0 in logits.shape[1:]:
-            _refuse(f"boxes and logits must have 4 axes, got {tuple(first.shape)} and {tuple(logits.shape)}")
-        if first.dtype not in FLOATS or logits.dtype not in FLOATS:
-            _refuse(f"maps must be fp32, fp16 or bf16, got {first.dtype} boxes and {logits.dtype} logits", TypeError)
-        n, _, h, w = first.shape
-        if h % 4 or w % 4:
-            _refuse(f"the map of stride 8 must have sides that are multiples of 4, got {h}x{w}")
-        if self.limit < 1:
-            _refuse(f"limit must be at least 1, got {self.limit}")
-        for level, box, logit in zip((3, 4, 5), self.boxes, self.logits, strict=True):
-            size = h >> (level - 3), w >> (level - 3)
-            check_map("detect_topk", f"box_p{level}", box, like=first, shape=(n, 4, *size))
-            check_map("detect_topk", f"logits_p{level}", logit, like=logits, shape=(n, self.classes, *size))
-            for name, tensor in (("box", box), ("logits", logit)):
-                if tensor.device != first.device:
-                    _refuse(f"{name}_p{level} must be on {first.device} like box_p3, got {tensor.device}")
-                if size[0] * size[1] * (pixel_pitch(tensor) or 0) >= INT32_ELEMENTS:
-                    _refuse(f"{name}_p{level} must span less than 2^31 elements an image, got {tuple(tensor.shape)}")
-        if self.pairs >= INT32_ELEMENTS:
-            _refuse(f"anchors times classes must be below 2^31, got {self.anchors} times {self.classes}")
-
-    @property
-    def boxes(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.box_p3, self.box_p4, self.box_p5
-
-    @property
-    def logits(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.logits_p3, self.logits_p4, self.logits_p5
-
-    @property
-    def classes(self) -> int:
-        return self.logits_p3.shape[1]
-
-    @property
-    def cells(self) -> tuple[int, ...]:
-        """Anchors of each level."""
-        return tuple(box.shape[2] * box.shape[3] for box in self.boxes)
-
-    @property
-    def anchors(self) -> int:
-        return sum(self.cells)
-
-    @property
-    def detections(self) -> int:
-        return min(self.limit, self.anchors)
-
-    @property
-    def word_bits(self) -> int:
-        """2^word_bits logits are 16 bytes."""
-        return 4 - (self.logits_p3.element_size() - 1).bit_length()
-
-    @property
-    def block_c(self) -> int:
-        return max(next_power_of_2(self.classes), 1 << self.word_bits)
-
-    @property
-    def tile(self) -> int:
-        """Anchors of a tile."""
-        return max(16, min(64, _TILE_LOGITS // self.block_c))
-
-    @property
-    def tiles(self) -> int:
-        """Of an image, each on one level."""
-        return sum(cdiv(cells, self.tile) for cells in self.cells)
-
-    @property
-    def slots(self) -> int:
-        """Splitters of a tile: its places 1, 2, 4 ... to the last, fewer on maps of very many anchors."""
-        return min(self.tile.bit_length(), max(1, _SPLITTERS // self.tiles))
-
-    @property
-    def splitters(self) -> int:
-        return self.tiles * self.slots
-
-    @property
-    def splitter_dtype(self) -> torch.dtype:
-        return torch.int64 if self.tile_bits == 32 else torch.int32
-
-    @property
-    def pairs(self) -> int:
-        return self.anchors * self.classes
-
-    @property
-    def shift(self) -> int:
-        return _SHIFT[self.logits_p3.dtype]
-
-    @property
-    def tile_bits(self) -> int:
-        """Below a key in a splitter: those that an int32 has left, or 32 of an int64."""
-        return self.shift if self.tiles <= 1 << self.shift else 32
-
-    @property
-    def pair_bits(self) -> int:
-        """Below two keys in an int64, or 0."""
-        left = 2 * self.shift
-        return left if self.pairs <= 1 << left else 0
-
-
-@dataclass(frozen=True)
 class Config:
     """Warps of each kernel, tiles a program of `collect`, rows a program of `rank`."""
 
@@ -225,18 +122,6 @@ class Config:
         )
 
 
-@dataclass(frozen=True)
-class LastLaunch(Launch):
-    """The last of several launches, run in order."""
-
-    before: tuple[Launch, ...] = ()
-
-    def run(self) -> None:
-        for launch in self.before:
-            launch.run()
-        super().run()
-
-
 def default_config(problem: Problem, target: Target) -> Config:
     """Each program of `collect` searches all splitters, so there are no more programs than run at once."""
     tiles = max(1, min(problem.tiles, cdiv(problem.tiles * problem.box_p3.shape[0], 2 * target.sm_count)))
@@ -244,13 +129,25 @@ def default_config(problem: Problem, target: Target) -> Config:
 
 
 def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
-    """The default, then every other valid config worth timing: none that suits lists of one length alone."""
+    """The default, then every other valid config worth timing, those nearest to it first; none that suits lists of one
+    length alone.
+    """
     problem = Problem(**arguments)
     target = target or target_of(problem.box_p3)
     default = default_config(problem, target)
     tiles = (default.collect_tiles, 2 * default.collect_tiles)
     tried = (Config(m, c, t, r, r // 2) for m in (4, 8) for c in (4, 8, 16) for t in tiles for r in (2, 4, 8))
-    return (default, *(c for c in tried if c != default and c.is_valid(problem, target)))
+    return nearest_first(default, (c for c in tried if c.is_valid(problem, target)))
+
+
+def typical(**arguments: Any) -> dict[str, Any]:
+    """The call on logits like those of a detector: how long the lists become, and so the best config, follows them."""
+    made = {}
+    for level in (3, 4, 5):
+        x = arguments[f"logits_p{level}"]
+        made[f"logits_p{level}"] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        made[f"logits_p{level}"].copy_(_detector_logits(x.shape, x.dtype, str(x.device), seed=10 + level))
+    return {**arguments, **made}
 
 
 def plan(*, config: Config | None = None, target: Target | None = None, **arguments: Any) -> LastLaunch:
@@ -346,10 +243,6 @@ def _rank_programs(problem: Problem, config: Config, target: Target) -> int:
     return min(cdiv(rows, config.rank_rows), most)
 
 
-def _refuse(text: str, kind: type[Exception] = ValueError) -> NoReturn:
-    raise kind(f"detect_topk: {text}")
-
-
 def _sample(
     why: str, n: int, classes: int, size: tuple[int, int], *, real_size: bool = False, **choices: Any
 ) -> Sample:
@@ -367,14 +260,14 @@ def _sample(
     return Sample(why, arguments, real_size)
 
 
-def _detector_logits(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str, *, seed: int) -> Tensor:
+def _detector_logits(shape: Sequence[int], dtype: torch.dtype, device: str, *, seed: int) -> Tensor:
     """Like those of a trained YOLO26n on a photo: low, smooth over cells, alike for all classes.
 
     The pairs that reach the bound then lie together; those of independent logits are spread evenly, one to an anchor.
     """
-    if device == "meta":
-        return random_nhwc(shape, dtype, device, seed=seed)
     n, c, h, w = shape
+    if device == "meta":
+        return random_nhwc((n, c, h, w), dtype, device, seed=seed)
     coarse = random_nhwc((n, c + 1, cdiv(h, 8), cdiv(w, 8)), torch.float32, device, seed=seed)
     smooth = F.interpolate(coarse, size=(h, w), mode="bilinear")
     of_class = random_nhwc((1, c, 1, 1), torch.float32, device, seed=0)
@@ -394,7 +287,7 @@ OP = define(
     detect_topk,
     reference=reference,
     cost=cost,
-    launcher=Launcher(plan, candidates),
+    launcher=Launcher(plan, candidates, typical),
     samples=SAMPLES,
     dtypes=FLOATS,
 )

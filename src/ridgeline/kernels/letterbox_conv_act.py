@@ -47,7 +47,7 @@ from ridgeline.kernels._nhwc import (
     tf32_rounding,
     wait_for_predecessor,
 )
-from ridgeline.kernels._op import Launch, Launcher, Target, define, execute, target_of, tuned_config
+from ridgeline.kernels._op import Launch, Launcher, Target, define, execute, nearest_first, target_of, tuned_config
 
 NAME = "letterbox_conv_act"
 # The filter's rows are unrolled, and one of them is a step of the reduction.
@@ -289,13 +289,13 @@ def default_config(problem: Problem, target: Target) -> Config:
 
 
 def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
-    """The default, then every other valid config, those that gather only once first."""
+    """The default, then every other valid config, those nearest to it first."""
     problem = Problem(**arguments)
     target = target or target_of(problem.frame)
     default = default_config(problem, target)
     widths = dict.fromkeys((default.block_n, max(16, default.block_n // 2)))
     tried = (Config(m, n, warps) for n in widths for m in (64, 32, 128, 16, 256) for warps in (4, 2, 8, 1))
-    return (default, *(config for config in tried if config != default and config.is_valid(problem, target)))
+    return nearest_first(default, (config for config in tried if config.is_valid(problem, target)))
 
 
 def plan(*, config: Config | None = None, target: Target | None = None, **arguments: Any) -> Launch:

@@ -38,10 +38,20 @@ from ridgeline.kernels._nhwc import (
     share_elements,
     wait_for_predecessor,
 )
-from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
+from ridgeline.kernels._op import (
+    Launch,
+    Launcher,
+    Sample,
+    Target,
+    define,
+    execute,
+    nearest_first,
+    target_of,
+    tuned_config,
+)
 
 WIDEST_WINDOW = 63  # the loads of one row are unrolled
-_VECTOR_BYTES = 8
+_VECTOR_BYTES = 4
 _MAX_ROWS = 8  # beyond it compiling takes seconds
 
 
@@ -171,19 +181,20 @@ class Config:
 
 
 def default_config(problem: Problem, target: Target) -> Config:
-    """Four halves (two floats) a thread: wider loads would leave fewer threads, and every thread is one long chain.
+    """Two halves (one float) a thread: wider loads would leave fewer threads, and every thread is one long chain.
 
-    The most warps that still give every multiprocessor a program, or one warp if none does.
+    The most warps that still give every multiprocessor four programs, or one warp if none does: on the pool of YOLO26n
+    an H200 takes 2.3 µs with that, and 5.2 µs with four halves and two warps.
     """
     channels, vector = problem.x.shape[1], _VECTOR_BYTES // problem.x.element_size()
     divisor = channels & -channels
     block_c = min(divisor, 64) if divisor >= vector else min(next_power_of_2(channels), 64)
     tiles = [Config(max(1, 32 * warps * vector // block_c), block_c, 4, warps) for warps in (8, 4, 2, 1)]
-    return next((tile for tile in tiles if _programs(problem, tile) >= target.sm_count), tiles[-1])
+    return next((tile for tile in tiles if _programs(problem, tile) >= 4 * target.sm_count), tiles[-1])
 
 
 def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
-    """The default, then every other valid config with 2 to 8 elements a thread."""
+    """The default, then every other valid config with 2 to 8 elements a thread, those nearest to it first."""
     problem = Problem(**arguments)
     target = target or target_of(problem.x)
     default = default_config(problem, target)
@@ -191,7 +202,7 @@ def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Confi
     blocks = [(m, c) for c in widths for m in (1, 2, 4, 8, 16, 32)]
     tried = (Config(m, c, rows, warps) for rows in (4, 2, 7) for m, c in blocks for warps in (1, 2, 4, 8))
     worth = (t for t in tried if 2 <= t.block_m * t.block_c // (32 * t.num_warps) <= 8)
-    return (default, *(t for t in worth if t != default and t.is_valid(problem, target)))
+    return nearest_first(default, (t for t in worth if t.is_valid(problem, target)))
 
 
 def plan(*, config: Config | None = None, target: Target | None = None, **arguments: Any) -> Launch:
