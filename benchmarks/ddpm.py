@@ -28,7 +28,7 @@ from ridgeline import units
 from ridgeline.ema import Ema
 from ridgeline.errors import EnvironmentUnusable, RidgelineError
 from ridgeline.models.ddpm_unet import CIFAR10, UNet
-from ridgeline.step_program import StepRecipe
+from ridgeline.step_recipe import StepRecipe
 from ridgeline.timing import time_callable
 from ridgeline.train_step import TrainStep, compile_step
 from ridgeline.workloads.diffusion import linear_schedule, sample_timesteps, training_loss
@@ -55,6 +55,7 @@ class Rung:
     compiled: str = "loss"  # "model", or "loss": the noising and the loss with it
     graph: str = "none"  # "inductor": one for each of forward and backward; "step": one over everything
     one_pass: bool = False  # clip, AdamW and average in one kernel
+    rewrites: tuple[str, ...] = ()  # of the compiled graph
 
 
 RUNGS = (
@@ -73,6 +74,13 @@ RUNGS = (
     Rung("writeup-5", "one CUDA graph over the whole step (ridgeline.compile_step)", graph="step"),
     Rung("one-pass", "clip, AdamW and average in one kernel", graph="step", one_pass=True),
     Rung("nchw", "weights and images stay NCHW", graph="step", one_pass=True, channels_last=False),
+    Rung(
+        "fused-norms",
+        "GroupNorm, scale, shift, SiLU and dropout in one kernel each way",
+        graph="step",
+        one_pass=True,
+        rewrites=("expand_upsample", "fuse_group_norm_silu"),
+    ),
 )
 BY_NAME = {rung.name: rung for rung in RUNGS}
 
@@ -205,6 +213,7 @@ def whole_step(rung, model, loss, optimizer, batch, ema) -> TrainStep:
     recipe = StepRecipe(
         compile=rung.compiled,
         channels_last=rung.channels_last,
+        rewrites=rung.rewrites,
         optimizer_kernel="auto" if rung.one_pass else "never",
         require=True,
     )

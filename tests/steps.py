@@ -11,7 +11,8 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
 from ridgeline.ema import Ema
-from ridgeline.step_program import Parts, StepProgram, StepRecipe
+from ridgeline.step_program import Parts, StepProgram
+from ridgeline.step_recipe import StepRecipe
 from ridgeline.train_step import TrainStep
 
 CLASSES = 5

@@ -12,7 +12,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 import recorded_graph
 from ridgeline.ema import Ema
 from ridgeline.errors import NotEngaged, UsageError
-from ridgeline.step_program import ScaleRule, StepRecipe
+from ridgeline.loss_scale import ScaleRule
+from ridgeline.step_recipe import StepRecipe
 from ridgeline.train_step import compile_step
 from steps import OPTIMIZERS, Net, assert_close, batches, loss, net, plain, stepped, train_step
 

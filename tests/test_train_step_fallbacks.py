@@ -15,7 +15,8 @@ from torch.optim import LBFGS, SGD, AdamW, RMSprop
 
 import recorded_graph
 from ridgeline.errors import NotEngaged, UsageError
-from ridgeline.step_program import Parts, StepRecipe
+from ridgeline.step_program import Parts
+from ridgeline.step_recipe import StepRecipe
 from ridgeline.train_step import compile_step
 from steps import batches, loss, net, plain, train_step
 

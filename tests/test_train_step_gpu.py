@@ -14,7 +14,8 @@ import nets
 from ridgeline import cudagraph
 from ridgeline.ema import Ema
 from ridgeline.errors import VerificationFailed
-from ridgeline.step_program import ScaleRule, StepRecipe
+from ridgeline.loss_scale import ScaleRule
+from ridgeline.step_recipe import StepRecipe
 from ridgeline.step_verifier import StepLimits
 from ridgeline.train_step import compile_step
 from steps import OPTIMIZERS, assert_close, batches, loss, net, stepped

@@ -17,7 +17,9 @@ from recorded_graph import RecordedGraph
 from ridgeline.ema import Ema
 from ridgeline.errors import NotEngaged, UsageError
 from ridgeline.kernels._op import INTERPRETED, Launch
-from ridgeline.step_program import Parts, ScaleRule, StepProgram, StepRecipe
+from ridgeline.loss_scale import ScaleRule
+from ridgeline.step_program import Parts, StepProgram
+from ridgeline.step_recipe import StepRecipe
 from steps import OPTIMIZERS, assert_close, batches, loss, net, plain, stepped, train_step
 
 pytestmark = pytest.mark.skipif(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,56 +19,13 @@ from torch.optim import Optimizer
 from ridgeline.device_optimizer import DeviceOptimizer, PlainOptimizer, load_state_, portable_state, refusal
 from ridgeline.ema import Ema
 from ridgeline.errors import NotEngaged, UsageError
-from ridgeline.loss_scale import LossScaler, ScaleRule
+from ridgeline.loss_scale import LossScaler
 from ridgeline.optimizer_kernel import OnePass, one_pass
+from ridgeline.step_recipe import DTYPES, StepRecipe
 from ridgeline.step_state import Snapshot, Structure, Watched, micro_batches, rebuild
+from ridgeline.train_backend import TrainBackend, inductor
 
 Loss = Callable[[Any, Any], Tensor]
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-COMPILED = ("loss", "model", "none")
-MODES = ("default", "max-autotune-no-cudagraphs")
-KERNELS = ("auto", "always", "never")
-
-
-@dataclass(frozen=True)
-class StepRecipe:
-    """How a training step is run.
-
-    dtype             of autocast: "bf16", "fp16" (the loss is scaled), "fp32" (no autocast)
-    compile           what torch.compile gets on a GPU: the "loss" callable with the model in it, the "model", or "none"
-    compile_mode      of torch.compile: "default" or "max-autotune-no-cudagraphs"
-    channels_last     turn 4-D weights, their optimizer state and 4-D inputs channels-last, weights in place
-    capture           one CUDA graph for the whole step; False runs it eagerly
-    require           raise NotEngaged where a step would run eagerly instead
-    max_graphs        graphs kept, one a batch shape and mode; further shapes run eagerly
-    scale             of the loss in fp16
-    optimizer_kernel  clip, AdamW and average in one pass (kernels/adamw_ema): "auto" where a GPU has fp32 weights in
-                      torch.optim.AdamW, "always" or NotEngaged, "never"
-    generators        that the loss draws from, besides the default ones; on the model's device
-    """
-
-    dtype: str = "bf16"
-    compile: str = "loss"
-    compile_mode: str = "default"
-    channels_last: bool = False
-    capture: bool = True
-    require: bool = False
-    max_graphs: int = 4
-    scale: ScaleRule = field(default_factory=ScaleRule)
-    optimizer_kernel: str = "auto"
-    generators: tuple[torch.Generator, ...] = ()
-
-    def __post_init__(self) -> None:
-        choices = ("dtype", DTYPES), ("compile", COMPILED), ("compile_mode", MODES), ("optimizer_kernel", KERNELS)
-        for name, known in choices:
-            if getattr(self, name) not in known:
-                raise UsageError(f"recipe: {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
-        if self.max_graphs < 1:
-            raise UsageError(f"recipe: max_graphs must be at least 1, got {self.max_graphs}")
-        if self.require and not self.capture:
-            raise UsageError("recipe: require=True asks for the graph that capture=False forbids: drop one of them")
-
 
 @dataclass(frozen=True)
 class Parts:
@@ -117,6 +74,7 @@ class StepProgram:
                     f"compile_step: generators must be on the model's device {self.device}, got one on "
                     f"{generator.device}: make it with torch.Generator({self.device.type!r})"
                 )
+        self.backend = TrainBackend(recipe.rewrites, inductor(recipe.compile_mode))
         self._compiled: tuple[Any, Loss] | None = None
         self.settle_()
 
@@ -282,11 +240,11 @@ class StepProgram:
 
     def _callables(self) -> tuple[Any, Loss]:
         if self._compiled is None:
-            mode, model, loss = self.recipe.compile_mode, self.parts.model, self.parts.loss
+            model, loss = self.parts.model, self.parts.loss
             if self.recipe.compile == "loss":
-                self._compiled = model, torch.compile(loss, dynamic=False, mode=mode)
+                self._compiled = model, torch.compile(loss, dynamic=False, backend=self.backend)
             elif self.recipe.compile == "model":
-                self._compiled = torch.compile(model, dynamic=False, mode=mode), loss
+                self._compiled = torch.compile(model, dynamic=False, backend=self.backend), loss
             else:
                 self._compiled = model, loss
         return self._compiled

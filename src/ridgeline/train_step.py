@@ -25,7 +25,8 @@ from ridgeline.cudagraph import Captured
 from ridgeline.ema import Ema
 from ridgeline.errors import NotEngaged
 from ridgeline.obstacles import Finding, preflight
-from ridgeline.step_program import Loss, Parts, StepProgram, StepRecipe
+from ridgeline.step_program import Loss, Parts, StepProgram
+from ridgeline.step_recipe import StepRecipe, step_recipe
 from ridgeline.step_state import Key, Structure, flatten, signature
 from ridgeline.step_verifier import StepAgreement, StepLimits, verify_steps
 
@@ -44,18 +45,19 @@ def compile_step(
     ema: Ema | None = None,
     clip: float | None = None,
     accumulate: int = 1,
-    recipe: StepRecipe | None = None,
+    recipe: StepRecipe | str | None = None,
 ) -> TrainStep:
     """The training step `loss(model, batch)`, backward, clip, `optimizer.step()`, `ema.update_(model)` as one call.
 
     loss           a callable that returns a scalar tensor; a batch is a tensor or nested tuples, lists, dicts of them
     example_batch  one batch of the usual shape: the step is tried on it, and captured; no state is left changed
     clip           largest norm of all gradients together, as torch.nn.utils.clip_grad_norm_
+    recipe         a StepRecipe or the name of one: "bf16", "fp16", "fp32", "writeup-5"
     accumulate     slices of the batch that go forward and backward one after the other before the optimizer steps
     A step that cannot be captured runs eagerly, with a warning; `.report` says why. Raises NotEngaged then if the
     recipe requires the graph, and UsageError for a loss that is no scalar or a parameter that gets no gradient.
     """
-    recipe = recipe or StepRecipe()
+    recipe = step_recipe(recipe)
     program = StepProgram(Parts(model, loss, optimizer, ema, clip, accumulate), recipe)
     capture = None
     if recipe.capture and program.device.type == "cuda":
@@ -76,10 +78,12 @@ class StepReport:
     reason: str | None  # why steps run eagerly, or the last one did
     findings: tuple[Finding, ...]  # lines of the step that stand in the way
     optimizer: str  # whose kernels step the optimizer, and why if not the project's own
+    rewrites: dict[str, int]  # sites changed in the compiled graphs, by rewrite; empty until one is compiled
 
     def lines(self) -> list[str]:
         engaged = f"{self.replays} steps replayed from {self.graphs} graphs, {self.eager_steps} run eagerly"
-        return [engaged, *([self.reason] if self.reason else []), *map(str, self.findings), self.optimizer]
+        rewritten = [f"{name} at {sites} sites" for name, sites in self.rewrites.items() if sites]
+        return [engaged, *filter(None, [self.reason]), *map(str, self.findings), self.optimizer, *rewritten]
 
 
 class TrainStep:
@@ -148,6 +152,7 @@ class TrainStep:
             reason=self._reason,
             findings=self._findings,
             optimizer=self._program.optimizer_in_words(),
+            rewrites=dict(self._program.backend.sites),
         )
 
     @property

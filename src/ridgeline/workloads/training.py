@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ridgeline.ema import Ema
 from ridgeline.errors import EnvironmentUnusable, UsageError
 from ridgeline.models.ddpm_unet import UNet
-from ridgeline.step_program import StepRecipe
+from ridgeline.step_recipe import StepRecipe
 from ridgeline.train_step import compile_step
 from ridgeline.workloads.checkpoint import (
     load_latest,

@@ -1,0 +1,78 @@
+"""StepRecipe: how a training step is run, and the recipes that have names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ridgeline.errors import UsageError
+from ridgeline.loss_scale import ScaleRule
+from ridgeline.train_rewrites import BY_NAME
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+COMPILED = ("loss", "model", "none")
+MODES = ("default", "max-autotune-no-cudagraphs")
+KERNELS = ("auto", "always", "never")
+
+
+@dataclass(frozen=True)
+class StepRecipe:
+    """How a training step is run.
+
+    dtype             of autocast: "bf16", "fp16" (the loss is scaled), "fp32" (no autocast)
+    compile           what torch.compile gets on a GPU: the "loss" callable with the model in it, the "model", or "none"
+    compile_mode      of torch.compile: "default" or "max-autotune-no-cudagraphs"
+    channels_last     turn 4-D weights, their optimizer state and 4-D inputs channels-last, weights in place
+    capture           one CUDA graph for the whole step; False runs it eagerly
+    require           raise NotEngaged where a step would run eagerly instead
+    max_graphs        graphs kept, one a batch shape and mode; further shapes run eagerly
+    scale             of the loss in fp16
+    rewrites          of the compiled graph, by name (train_rewrites.PIPELINE); maps must be channels-last for most
+    optimizer_kernel  clip, AdamW and average in one pass (kernels/adamw_ema): "auto" where a GPU has fp32 weights in
+                      torch.optim.AdamW, "always" or NotEngaged, "never"
+    generators        that the loss draws from, besides the default ones; on the model's device
+    """
+
+    dtype: str = "bf16"
+    compile: str = "loss"
+    compile_mode: str = "default"
+    channels_last: bool = False
+    capture: bool = True
+    require: bool = False
+    max_graphs: int = 4
+    scale: ScaleRule = field(default_factory=ScaleRule)
+    rewrites: tuple[str, ...] = tuple(BY_NAME)
+    optimizer_kernel: str = "auto"
+    generators: tuple[torch.Generator, ...] = ()
+
+    def __post_init__(self) -> None:
+        choices = ("dtype", DTYPES), ("compile", COMPILED), ("compile_mode", MODES), ("optimizer_kernel", KERNELS)
+        for name, known in choices:
+            if getattr(self, name) not in known:
+                raise UsageError(f"recipe: {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        for name in self.rewrites:
+            if name not in BY_NAME:
+                raise UsageError(f"recipe: rewrites must be among {', '.join(BY_NAME)}, got {name!r}")
+        if self.max_graphs < 1:
+            raise UsageError(f"recipe: max_graphs must be at least 1, got {self.max_graphs}")
+        if self.require and not self.capture:
+            raise UsageError("recipe: require=True asks for the graph that capture=False forbids: drop one of them")
+
+
+# "writeup-5" is what PyTorch's own kernels reach in one graph; the others add ridgeline's
+NAMED = {
+    "bf16": StepRecipe(channels_last=True),
+    "fp16": StepRecipe(dtype="fp16", channels_last=True),
+    "fp32": StepRecipe(dtype="fp32", channels_last=True),
+    "writeup-5": StepRecipe(channels_last=True, rewrites=(), optimizer_kernel="never"),
+}
+
+
+def step_recipe(recipe: StepRecipe | str | None) -> StepRecipe:
+    """A recipe as given, by its name, or the default. Raises UsageError for a name that is none."""
+    if isinstance(recipe, str):
+        if recipe not in NAMED:
+            raise UsageError(f"recipe must be a StepRecipe or one of {', '.join(NAMED)}, got {recipe!r}")
+        return NAMED[recipe]
+    return recipe or StepRecipe()

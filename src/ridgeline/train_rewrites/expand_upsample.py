@@ -1,0 +1,52 @@
+"""Nearest-neighbour upsampling by a whole factor becomes an expanded view: its gradient is a sum, not a scatter.
+
+Inductor makes the gradient of an indexed read an `index_put` over zeros, with atomics; of an expand it makes a sum that
+it fuses with its neighbours.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from ridgeline.train_rewrites._match import arguments, calls, finish, is_channels_last, value
+
+
+def apply(graph_module: fx.GraphModule) -> int:
+    """Replace every F.interpolate(x, scale or size, mode="nearest") of a channels_last map; returns how many.
+
+    Does not fire on: other modes, factors that are not whole or differ, other layouts, maps without two axes.
+    """
+    sites = 0
+    for node in calls(graph_module, F.interpolate):
+        given = arguments(node, F.interpolate)
+        x, y = value(given["input"]), value(node)
+        if given["mode"] != "nearest" or x is None or y is None or not is_channels_last(x):
+            continue
+        factor = y.shape[2] // x.shape[2]
+        whole = tuple(y.shape[2:]) == (factor * x.shape[2], factor * x.shape[3])
+        # a scale that was rounded reads other pixels than the whole factor does
+        exact = given["scale_factor"] is None or _all_equal(given["scale_factor"], factor)
+        if not whole or not exact or factor < 2:
+            continue
+        with graph_module.graph.inserting_before(node):
+            new = graph_module.graph.call_function(expand_nearest, (given["input"], factor))
+        new.meta["example_value"] = y
+        node.replace_all_uses_with(new)
+        graph_module.graph.erase_node(node)
+        sites += 1
+    finish(graph_module)
+    return sites
+
+
+def expand_nearest(x: Tensor, factor: int) -> Tensor:
+    """Each pixel of x [N, C, H, W] as factor x factor equal ones, channels_last."""
+    n, c, h, w = x.shape
+    pixels = x.permute(0, 2, 3, 1)[:, :, None, :, None]
+    return pixels.expand(n, h, factor, w, factor, c).reshape(n, h * factor, w * factor, c).permute(0, 3, 1, 2)
+
+
+def _all_equal(scale: object, factor: int) -> bool:
+    scales = scale if isinstance(scale, (list, tuple, torch.Size)) else (scale,)
+    return all(float(s) == factor for s in scales)
