@@ -13,7 +13,7 @@ from importlib.resources import files
 import numpy as np
 import pytest
 
-from ridgeline import report_svg
+from ridgeline import report_svg, roofline_axes
 from ridgeline.errors import UsageError
 from ridgeline.report import top
 from ridgeline.report_html import detection_section, page, report_section, write_html
@@ -210,8 +210,8 @@ def test_every_point_sits_on_its_roof_and_inside_the_frame():
     for y, rate in working:
         assert y == pytest.approx(y0 + (rate - rate0) / (rate1 - rate0) * (y1 - y0), abs=0.2)
     for circle in drawn:
-        assert report_svg.LEFT <= float(circle.get("cx")) <= report_svg.WIDTH - report_svg.RIGHT
-        assert report_svg.TOP <= float(circle.get("cy")) <= report_svg.HEIGHT - report_svg.BOTTOM
+        assert roofline_axes.LEFT <= float(circle.get("cx")) <= roofline_axes.WIDTH - roofline_axes.RIGHT
+        assert roofline_axes.TOP <= float(circle.get("cy")) <= roofline_axes.HEIGHT - roofline_axes.BOTTOM
 
 
 def test_point_area_follows_seconds():

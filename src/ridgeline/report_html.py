@@ -1,23 +1,15 @@
-"""One self-contained HTML page: roofline reports and detection pictures, readable offline and without scripts.
-
-The page loads nothing: styles, script and pictures are inside, and its content policy forbids the rest.
-"""
+"""Sections of a page: roofline reports and detection pictures. `page` and `write_html` are those of `html_page`."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from html import escape
-from importlib.resources import files
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ridgeline import units
-from ridgeline.errors import UsageError
+from ridgeline.html_page import Column, Section, bar_cell, cell, page, table, text, write_html
 from ridgeline.report import (
     ABSENT,
     NO_MODULE,
@@ -31,52 +23,20 @@ from ridgeline.report import (
     intensity_text,
     kinds_compared,
     layers_compared,
-    one_line,
     phases_compared,
     seconds_text,
     share_text,
     summary,
     top,
 )
-from ridgeline.report_svg import LOWEST_INTENSITY, has_place, kind_slots, roofline_plot, time_bars
+from ridgeline.report_svg import has_place, kind_slots, roofline_plot, time_bars
+from ridgeline.roofline_axes import LOWEST_INTENSITY
 
 # A training step has thousands of operators; the longest tell the story and keep the page under 300 kB.
 MAX_KERNELS = 400
 MAX_OPERATORS = 400
 
-
-@dataclass(frozen=True)
-class Section:
-    """One part of a page: `html` is trusted markup, `title` is plain text for the navigation."""
-
-    ident: str
-    title: str
-    html: str
-
-
-def page(sections: Sequence[Section], *, title: str) -> str:
-    """The whole document, a few kilobytes more than its sections. Raises ValueError on two sections of one ident."""
-    repeated = [ident for ident, count in Counter(section.ident for section in sections).items() if count > 1]
-    if repeated:
-        raise ValueError(f"page: every section needs its own ident, got {repeated[0]!r} twice")
-    script, style = _asset("report.js"), _asset("report.css")
-    # only this script may run, so a module name that slipped through as markup still could not
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:"
-    links = "".join(f'<a href="#{section.ident}">{_text(section.title)}</a>' for section in sections)
-    navigation = f'<nav aria-label="Sections">{links}</nav>' if len(sections) > 1 else ""
-    return (
-        "<!DOCTYPE html>\n"
-        '<html lang="en"><head><meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<link rel="icon" href="data:,">\n'
-        f"<title>{_text(title)}</title>\n<style>\n{style}</style></head>\n"
-        f"<body><header><h1>{_text(title)}</h1>{navigation}</header>\n<main>\n"
-        + "\n".join(section.html for section in sections)
-        + "\n</main><footer><p>Written by ridgeline. This file needs no network.</p></footer>\n"
-        f"<script>{script}</script></body></html>\n"
-    )
+__all__ = ["Section", "detection_section", "page", "report_section", "write_html"]
 
 
 def report_section(report: Report, *, command: str | None = None) -> Section:
@@ -87,7 +47,7 @@ def report_section(report: Report, *, command: str | None = None) -> Section:
     slots = kind_slots(report)
     meta = f"{report.gpu}, {report.dtype}, batch {report.batch}, {'training step' if report.train else 'inference'}"
     body = (
-        f'<h2>{_text(report.subject)}</h2><p class="meta">{_text(meta)}</p>',
+        f'<h2>{text(report.subject)}</h2><p class="meta">{text(meta)}</p>',
         _lede(report, total),
         _strip(report, total),
         _plot(report, slots),
@@ -113,54 +73,40 @@ def detection_section(
     `box` is x1, y1, x2, y2 in pixels of the picture; `note` is a paragraph above the pictures.
     Raises ValueError on bytes that are not a JPEG.
     """
-    parts = [f"<h2>{_text(title)}</h2>"]
+    parts = [f"<h2>{text(title)}</h2>"]
     if note:
-        parts.append(f'<p class="lede">{_text(note)}</p>')
+        parts.append(f'<p class="lede">{text(note)}</p>')
     for name, jpeg, detections in images:
         if not jpeg.startswith(b"\xff\xd8\xff"):
             raise ValueError(f"detection_section: {name} must be JPEG bytes, got {jpeg[:4]!r}")
         counts = Counter(str(found["label"]) for found in detections)
         content = ", ".join(f"{count} {label}" for label, count in counts.most_common()) or "nothing found"
-        caption = _text(f"{name}: {content}")
+        caption = text(f"{name}: {content}")
         columns = (
-            _Column("object", lambda found: f"<td>{_text(str(found['label']))}", textual=True),
-            _Column("score", lambda found: f"<td>{float(found['score']):.3f}"),
-            _Column("box, pixels", lambda found: f"<td>{' '.join(f'{float(edge):.0f}' for edge in found['box'])}"),
+            Column("object", lambda found: f"<td>{text(str(found['label']))}", textual=True),
+            Column("score", lambda found: f"<td>{float(found['score']):.3f}"),
+            Column("box, pixels", lambda found: f"<td>{' '.join(f'{float(edge):.0f}' for edge in found['box'])}"),
         )
         picture = base64.b64encode(jpeg).decode()
         parts.append(
             f'<div class="photos"><figure><img src="data:image/jpeg;base64,{picture}" '
             f'alt="{caption}"><figcaption>{caption}</figcaption></figure>'
-            f"{_table(f'Objects in {name}', columns, detections)}</div>"
+            f"{table(f'Objects in {name}', columns, detections)}</div>"
         )
     parts.append(_reproduce(command))
     return Section("detections", title, f'<section id="detections">{"".join(parts)}</section>')
 
 
-def write_html(path: str | Path, html: str) -> Path:
-    """Write the page whole or not at all. Raises UsageError where the folder takes no file."""
-    path = Path(path)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        draft.write_text(html, encoding="utf-8")
-        draft.replace(path)
-    except OSError as error:
-        if draft.exists():
-            draft.unlink()
-        raise UsageError(f"report: cannot write {path}: {error.strerror}; name a file in a writable folder") from error
-    return path
-
-
 def _lede(report: Report, total: Summary) -> str:
     saved_s = total.unfused_s - total.floor_s
     unknown = f" {total.unknown_calls} calls have no cost formula and are not counted." if total.unknown_calls else ""
-    text = (
+    said = (
         f"No schedule of these {total.fused_kernels} fused kernels runs faster than {units.seconds(total.floor_s)} "
         f"on the {report.gpu}. With one kernel per operator the bound is {units.seconds(total.unfused_s)}: "
         f"fusion is worth {units.seconds(saved_s)} ({share_text(saved_s, total.unfused_s)}) by moving "
         f"{units.nbytes(total.fused_bytes)} instead of {units.nbytes(total.unfused_bytes)}.{unknown}"
     )
-    return f'<p class="lede">{_text(text)}</p>'
+    return f'<p class="lede">{text(said)}</p>'
 
 
 def _strip(report: Report, total: Summary) -> str:
@@ -176,7 +122,7 @@ def _strip(report: Report, total: Summary) -> str:
         ("Wave quantisation", f"+{units.seconds(total.wave_loss_s)}", waves),
     )
     items = "".join(
-        f'<div><dt>{name}</dt><dd class="big">{_text(value)}</dd><dd>{_text(note)}</dd></div>'
+        f'<div><dt>{name}</dt><dd class="big">{text(value)}</dd><dd>{text(note)}</dd></div>'
         for name, value, note in facts
     )
     return f'<dl class="strip">{items}</dl>'
@@ -184,7 +130,7 @@ def _strip(report: Report, total: Summary) -> str:
 
 def _plot(report: Report, slots: dict[str, int]) -> str:
     drawn = dict.fromkeys(row.kind for row in by_kind(report.fused_rows))
-    legend = "".join(f'<li class="k{slots[kind]}">{_text(kind)}</li>' for kind in drawn)
+    legend = "".join(f'<li class="k{slots[kind]}">{text(kind)}</li>' for kind in drawn)
     low = sum(not has_place(row) for row in top(report.fused_rows, MAX_KERNELS))
     strip = f" Kernels below {LOWEST_INTENSITY} FLOP/B ({low}) stand left of the axis." if low else ""
     roofs = "solid roofs: data sheet" + ("; dashed: measured on this GPU" if report.measured else "")
@@ -200,13 +146,6 @@ def _plot(report: Report, slots: dict[str, int]) -> str:
     )
 
 
-@dataclass(frozen=True)
-class _Column:
-    title: str
-    cell: Callable[[Any], str]  # one <td>, its closing tag left out as HTML allows
-    textual: bool = False
-
-
 def _comparisons(report: Report, slots: dict[str, int]) -> str:
     parts = [
         f'<h3>Where the time goes</h3><figure><div class="scroll">{time_bars(report)}</div></figure>',
@@ -215,14 +154,14 @@ def _comparisons(report: Report, slots: dict[str, int]) -> str:
     if report.train:
         phases = phases_compared(report)
         parts.append("<h3>Per phase</h3>")
-        parts.append(_compared("Time per phase", "phase", phases, report, lambda pair: f"<td>{_text(pair.name)}"))
+        parts.append(_compared("Time per phase", "phase", phases, report, lambda pair: f"<td>{text(pair.name)}"))
     parts.append(
         "<h3>Per layer</h3>"
         '<p class="note">In network order. A fused kernel counts in the layer of its main operator.</p>'
     )
     layers = layers_compared(report)
     parts.append(
-        _compared("Time per layer", "layer", layers, report, lambda pair: f"<td>{_text(pair.name or NO_MODULE)}")
+        _compared("Time per layer", "layer", layers, report, lambda pair: f"<td>{text(pair.name or NO_MODULE)}")
     )
     return "".join(parts)
 
@@ -232,21 +171,21 @@ def _compared(
 ) -> str:
     longest_s = max((row.seconds for pair in pairs for row in (pair.unfused, pair.fused) if row), default=0.0)
     columns = (
-        _Column(key_title, name_cell, textual=True),
-        _Column("limiter", lambda pair: _limiter(pair.row), textual=True),
-        _Column("unfused", lambda pair: _time_cell(pair.unfused, longest_s)),
-        _Column("fused", lambda pair: _time_cell(pair.fused, longest_s)),
-        _Column(
+        Column(key_title, name_cell, textual=True),
+        Column("limiter", lambda pair: _limiter(pair.row), textual=True),
+        Column("unfused", lambda pair: _time_cell(pair.unfused, longest_s)),
+        Column("fused", lambda pair: _time_cell(pair.fused, longest_s)),
+        Column(
             "of floor", lambda pair: f"<td>{share_text(pair.fused.seconds, report.floor_s) if pair.fused else ABSENT}"
         ),
-        _Column("kernels", lambda pair: f"<td>{pair.unfused.calls if pair.unfused else 0}"),
-        _Column("fused kernels", lambda pair: f"<td>{pair.fused.calls if pair.fused else 0}"),
-        _Column("FLOPs", lambda pair: f"<td>{count_text(pair.row.flops)}"),
-        _Column("bytes", lambda pair: f"<td>{bytes_text(pair.unfused)}"),
-        _Column("fused bytes", lambda pair: f"<td>{bytes_text(pair.fused)}"),
-        _Column("FLOP/B", lambda pair: f"<td>{intensity_text(pair.row)}"),
+        Column("kernels", lambda pair: f"<td>{pair.unfused.calls if pair.unfused else 0}"),
+        Column("fused kernels", lambda pair: f"<td>{pair.fused.calls if pair.fused else 0}"),
+        Column("FLOPs", lambda pair: f"<td>{count_text(pair.row.flops)}"),
+        Column("bytes", lambda pair: f"<td>{bytes_text(pair.unfused)}"),
+        Column("fused bytes", lambda pair: f"<td>{bytes_text(pair.fused)}"),
+        Column("FLOP/B", lambda pair: f"<td>{intensity_text(pair.row)}"),
     )
-    return _table(caption, columns, pairs)
+    return table(caption, columns, pairs)
 
 
 def _kernel_table(report: Report, slots: dict[str, int]) -> str:
@@ -254,55 +193,55 @@ def _kernel_table(report: Report, slots: dict[str, int]) -> str:
     rows = top(report.fused_rows, MAX_KERNELS)
     longest_s = rows[0].seconds if rows else 0.0
     columns = (
-        _Column("layer", lambda row: f"<td>{_text(row.layer or NO_MODULE)}", textual=True),
+        Column("layer", lambda row: f"<td>{text(row.layer or NO_MODULE)}", textual=True),
         *_phase_columns(report),
-        _Column("class", lambda row: _kind_cell(row.kind, slots), textual=True),
-        _Column("time", lambda row: _time_cell(row, longest_s)),
-        _Column("limiter", _limiter, textual=True),
-        _Column("FLOPs", lambda row: f"<td>{count_text(row.flops)}"),
-        _Column("bytes", lambda row: f"<td>{units.nbytes(row.bytes)}"),
-        _Column("FLOP/B", lambda row: f"<td>{intensity_text(row)}"),
-        _Column("FLOP/s", lambda row: f"<td>{count_text(row.attainable)}"),
-        _Column("compute", lambda row: f"<td>{seconds_text(row.compute_s)}"),
-        _Column("memory", lambda row: f"<td>{seconds_text(row.memory_s)}"),
-        _Column("waves", lambda row: f"<td>{f'{row.waves:.2f}' if row.tiles else ABSENT}"),
-        _Column("SM use", lambda row: f"<td>{units.percent(row.wave_efficiency, 0) if row.tiles else ABSENT}"),
-        _Column("shape", lambda row: f"<td>{_text(_shape(row))}", textual=True),
+        Column("class", lambda row: _kind_cell(row.kind, slots), textual=True),
+        Column("time", lambda row: _time_cell(row, longest_s)),
+        Column("limiter", _limiter, textual=True),
+        Column("FLOPs", lambda row: f"<td>{count_text(row.flops)}"),
+        Column("bytes", lambda row: f"<td>{units.nbytes(row.bytes)}"),
+        Column("FLOP/B", lambda row: f"<td>{intensity_text(row)}"),
+        Column("FLOP/s", lambda row: f"<td>{count_text(row.attainable)}"),
+        Column("compute", lambda row: f"<td>{seconds_text(row.compute_s)}"),
+        Column("memory", lambda row: f"<td>{seconds_text(row.memory_s)}"),
+        Column("waves", lambda row: f"<td>{f'{row.waves:.2f}' if row.tiles else ABSENT}"),
+        Column("SM use", lambda row: f"<td>{units.percent(row.wave_efficiency, 0) if row.tiles else ABSENT}"),
+        Column("shape", lambda row: f"<td>{text(_shape(row))}", textual=True),
     )
     return (
         "<h3>Fused kernels</h3>"
         '<p class="note">Every pointwise operator, copy and concat is folded into the kernel that makes or takes its '
         "data. Time is the larger of compute and memory; FLOP/s is what that time attains. Waves are output tiles per "
         f"streaming multiprocessor; SM use is the share of SM time they fill.{_cut(report.fused_rows, rows)}</p>"
-        + _table("fused kernels", columns, rows, style="kernels long")
+        + table("fused kernels", columns, rows, style="kernels long")
     )
 
 
 def _operator_table(report: Report, slots: dict[str, int]) -> str:
     columns = (
-        _Column("layer", lambda row: f"<td>{_text(row.layer or NO_MODULE)}", textual=True),
+        Column("layer", lambda row: f"<td>{text(row.layer or NO_MODULE)}", textual=True),
         *_phase_columns(report),
-        _Column("operator", lambda row: _cell("l", row.op), textual=True),
-        _Column("class", lambda row: _kind_cell(row.kind, slots), textual=True),
-        _Column("time", lambda row: f"<td>{seconds_text(row.seconds)}"),
-        _Column("limiter", _limiter, textual=True),
-        _Column("FLOPs", lambda row: f"<td>{count_text(row.flops)}"),
-        _Column("bytes", lambda row: f"<td>{units.nbytes(row.bytes)}"),
-        _Column("FLOP/B", lambda row: f"<td>{intensity_text(row)}"),
-        _Column("shape", lambda row: f"<td>{_text(_shape(row))}", textual=True),
+        Column("operator", lambda row: cell("l", row.op), textual=True),
+        Column("class", lambda row: _kind_cell(row.kind, slots), textual=True),
+        Column("time", lambda row: f"<td>{seconds_text(row.seconds)}"),
+        Column("limiter", _limiter, textual=True),
+        Column("FLOPs", lambda row: f"<td>{count_text(row.flops)}"),
+        Column("bytes", lambda row: f"<td>{units.nbytes(row.bytes)}"),
+        Column("FLOP/B", lambda row: f"<td>{intensity_text(row)}"),
+        Column("shape", lambda row: f"<td>{text(_shape(row))}", textual=True),
     )
     longest = {id(row) for row in top(report.rows, MAX_OPERATORS)}
     rows = tuple(row for row in report.rows if id(row) in longest)
     return (
         f"<details><summary>Unfused: {len(report.rows)} operators in the order they run</summary>"
         f'<p class="note">One kernel an operator, as PyTorch runs them.{_cut(report.rows, rows)}</p>'
-        + _table("operators", columns, rows, style="long")
+        + table("operators", columns, rows, style="long")
         + "</details>"
     )
 
 
-def _phase_columns(report: Report) -> tuple[_Column, ...]:
-    return (_Column("phase", lambda row: _cell("l", row.phase), textual=True),) if report.train else ()
+def _phase_columns(report: Report) -> tuple[Column, ...]:
+    return (Column("phase", lambda row: cell("l", row.phase), textual=True),) if report.train else ()
 
 
 def _cut(rows: tuple[Row, ...], shown: tuple[Row, ...]) -> str:
@@ -317,17 +256,17 @@ def _ceilings(report: Report) -> str:
     bandwidth = report.peaks["bandwidth"]
     used = {row.pipe for row in report.fused_rows if row.flops}
     columns = (
-        _Column("ceiling", lambda name: f"<td>{_text(name.replace('_', ' '))}", textual=True),
-        _Column("data sheet", lambda name: f"<td>{_ceiling(name, report.peaks[name])}"),
-        _Column("measured", lambda name: f"<td>{_ceiling(name, measured[name]) if name in measured else ABSENT}"),
-        _Column(
+        Column("ceiling", lambda name: f"<td>{text(name.replace('_', ' '))}", textual=True),
+        Column("data sheet", lambda name: f"<td>{_ceiling(name, report.peaks[name])}"),
+        Column("measured", lambda name: f"<td>{_ceiling(name, measured[name]) if name in measured else ABSENT}"),
+        Column(
             "ridge, FLOP/B",
             lambda name: f"<td>{count_text(report.peaks[name] / bandwidth) if name in used else ABSENT}",
         ),
     )
     names = [name for name in report.peaks if name in used or name == "bandwidth"]
-    source = _text(f"{report.gpu}, {report.sm_count} streaming multiprocessors. Source: {report.gpu_source}.")
-    return f'<h3>Ceilings</h3><p class="note">{source}</p>{_table("Ceilings", columns, names)}'
+    source = text(f"{report.gpu}, {report.sm_count} streaming multiprocessors. Source: {report.gpu_source}.")
+    return f'<h3>Ceilings</h3><p class="note">{source}</p>{table("Ceilings", columns, names)}'
 
 
 def _ceiling(name: str, value: float) -> str:
@@ -336,7 +275,7 @@ def _ceiling(name: str, value: float) -> str:
 
 def _limits(report: Report) -> str:
     if report.unknown:
-        names = ", ".join(f"<code>{_text(unknown.op)}</code> ({unknown.calls} calls)" for unknown in report.unknown)
+        names = ", ".join(f"<code>{text(unknown.op)}</code> ({unknown.calls} calls)" for unknown in report.unknown)
         coverage = f"Operators without a cost formula, counted and never guessed: {names}."
     else:
         coverage = "Operators without a cost formula: none."
@@ -354,47 +293,23 @@ def _limits(report: Report) -> str:
 
 
 def _reproduce(command: str | None) -> str:
-    return f"<h3>How to reproduce</h3><pre><code>{_text(command)}</code></pre>" if command else ""
-
-
-def _table(caption: str, columns: Sequence[_Column], items: Iterable[Any], *, style: str = "") -> str:
-    """A table in a box that scrolls by itself; row and cell end tags are left out, which HTML allows."""
-    heads = "".join(f'<th scope="col"{" class=l" if column.textual else ""}>{column.title}' for column in columns)
-    rows = "\n".join("<tr>" + "".join(column.cell(item) for column in columns) for item in items)
-    box, label = "scroll tall" if "long" in style else "scroll", _text(caption)
-    return (
-        f'<div class="{box}" tabindex="0" role="region" aria-label="{label}"><table class="{style}">'
-        f"<caption hidden>{label}</caption><thead><tr>{heads}</thead><tbody>\n{rows}</tbody></table></div>"
-    )
-
-
-def _cell(style: str, text: str) -> str:
-    return f"<td class={style}>{_text(text)}"
+    return f"<h3>How to reproduce</h3><pre><code>{text(command)}</code></pre>" if command else ""
 
 
 def _kind_cell(kind: str, slots: dict[str, int]) -> str:
-    return _cell(f"k{slots[kind]}", kind)
+    return cell(f"k{slots[kind]}", kind)
 
 
 def _limiter(row: Row) -> str:
-    return _cell(row.limiter[0], row.limiter)
+    return cell(row.limiter[0], row.limiter)
 
 
 def _time_cell(row: Row | None, longest_s: float) -> str:
     """A duration over a bar of its share of the longest."""
     if row is None:
         return f"<td>{ABSENT}"
-    share = row.seconds / longest_s * 100 if longest_s else 0.0
-    return f"<td class=t style=--p:{share:.3g}%>{seconds_text(row.seconds)}"
+    return bar_cell(seconds_text(row.seconds), row.seconds / longest_s if longest_s else 0.0)
 
 
 def _shape(row: Row) -> str:
     return f"{row.calls} of {row.shape}" if row.calls > 1 else row.shape
-
-
-def _text(text: str) -> str:
-    return escape(one_line(text))
-
-
-def _asset(name: str) -> str:
-    return files("ridgeline").joinpath("assets", name).read_text(encoding="utf-8")

@@ -5,20 +5,25 @@ Both figures are well-formed XML, need no script and no font of their own; coord
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from html import escape
-from itertools import pairwise
 
 from ridgeline import units
 from ridgeline.report import NO_MODULE, Report, Row, by_kind, one_line, top
+from ridgeline.roofline_axes import (
+    HEIGHT,
+    WIDTH,
+    Axes,
+    Place,
+    axes_for,
+    fastest_first,
+    grid,
+    positions,
+    radius,
+    ridges,
+    roof_set,
+)
 
-WIDTH, HEIGHT = 1040, 500
-LEFT, RIGHT, TOP, BOTTOM = 62, 8, 34, 54
-# Copies and the like have no place on a logarithmic axis: below this intensity, kernels get a strip left of it.
-LOWEST_INTENSITY = 0.1  # FLOP/B
-STRIP = 36
 BAR_LEFT = 84
 
 # Kinds that keep their colour from report to report. Other kinds borrow the colours this report has no use for, last
@@ -50,13 +55,14 @@ def roofline_plot(report: Report, *, max_points: int = 600) -> str:
     A static report has no measured times, so every dot sits on its roof at (intensity, attainable FLOP/s).
     """
     kernels = top(report.fused_rows, max_points)
-    axes = _axes(report, kernels)
+    pipes = fastest_first((row.pipe for row in report.fused_rows if row.flops), report.peaks)
+    axes = axes_for(list(map(_place, kernels)), report.peaks, pipes)
     slots = kind_slots(report)
     parts = [
         f'<svg class="roofline" viewBox="0 0 {WIDTH} {HEIGHT}" role="group" '
         f'aria-label="Roofline of {_text(report.subject)} on {_text(report.gpu)}, one point per fused kernel">',
-        *_grid(axes),
-        *_roofs(report, axes),
+        *grid(axes, "attainable FLOP/s"),
+        *_roofs(report, axes, pipes),
         '<g class="points">',
         *_points(kernels, axes, slots),
         "</g></svg>",
@@ -66,7 +72,7 @@ def roofline_plot(report: Report, *, max_points: int = 600) -> str:
 
 def has_place(row: Row) -> bool:
     """Whether a kernel stands on the plot proper and not in the strip."""
-    return row.intensity >= LOWEST_INTENSITY and row.attainable > 0
+    return _place(row).inside
 
 
 def time_bars(report: Report) -> str:
@@ -102,151 +108,24 @@ def _segment(row: Row, x: float, y: float, width: float, slot: int, share: float
     return f'<g role="img" aria-label="{_text(label)}"><title>{_text(label)}</title>{rect}{inside}</g>'
 
 
-@dataclass(frozen=True)
-class _Axes:
-    """Log-log frame: intensity in FLOP/B across, FLOP/s up."""
-
-    left: float
-    intensity_range: tuple[float, float]
-    rate_range: tuple[float, float]
-
-    def x(self, intensity: float) -> float:
-        low, high = map(math.log10, self.intensity_range)
-        return self.left + (math.log10(intensity) - low) / (high - low) * (WIDTH - RIGHT - self.left)
-
-    def y(self, rate: float) -> float:
-        low, high = map(math.log10, self.rate_range)
-        return HEIGHT - BOTTOM - (math.log10(rate) - low) / (high - low) * (HEIGHT - BOTTOM - TOP)
+def _place(row: Row) -> Place:
+    return Place(row.intensity, row.attainable)
 
 
-def _axes(report: Report, kernels: tuple[Row, ...]) -> _Axes:
-    working = [row for row in kernels if has_place(row)]
-    peaks = [report.peaks[pipe] for pipe in _pipes(report)] or [report.peaks["bandwidth"]]
-    ridges = [peak / report.peaks["bandwidth"] for peak in peaks]
-    intensities = [row.intensity for row in working] or ridges
-    # at least a decade and a half of slope, else a report without memory-bound kernels would show no roofline
-    low, high = min(*intensities, *ridges, max(ridges) / 15) / 2, max(max(intensities) * 2, max(ridges) * 8)
-    rates = [row.attainable for row in working]
-    bottom = min([*rates, low * report.peaks["bandwidth"]]) / 1.5
-    left = LEFT if all(map(has_place, kernels)) else LEFT + STRIP
-    return _Axes(left, (low, high), (bottom, max([*rates, *peaks]) * 2))
-
-
-def _pipes(report: Report) -> list[str]:
-    """Pipes the fused kernels use and the data sheet knows, fastest first."""
-    used = dict.fromkeys(row.pipe for row in report.fused_rows if row.flops and row.pipe in report.peaks)
-    return sorted(used, key=lambda pipe: -report.peaks[pipe])
-
-
-def _grid(axes: _Axes) -> Iterator[str]:
-    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-    yield '<g class="grid">'
-    for value in _decades(axes.intensity_range):
-        yield f'<path d="M{axes.x(value):.1f} {TOP}V{bottom}"/>'
-    for value in _decades(axes.rate_range):
-        yield f'<path d="M{axes.left} {axes.y(value):.1f}H{right}"/>'
-    yield "</g>"
-    yield f'<path class="axis" d="M{axes.left} {TOP}V{bottom}H{right}{_minor_ticks(axes, bottom)}"/>'
-    yield '<g class="ticks">'
-    for value in _decades(axes.intensity_range):
-        label = f"{value:g}" if value < 1 else units.si(value, "", 1).strip()
-        yield f'<text x="{axes.x(value):.1f}" y="{bottom + 20}" text-anchor="middle">{label}</text>'
-    for value in _decades(axes.rate_range):
-        label = units.si(value, "", 1)
-        yield f'<text x="{LEFT - 10}" y="{axes.y(value) + 4:.1f}" text-anchor="end">{label}</text>'
-    middle = (axes.left + right) / 2
-    yield f'<text x="{middle:.0f}" y="{bottom + 42}" text-anchor="middle">arithmetic intensity, FLOP per byte</text>'
-    if axes.left > LEFT:
-        yield f'<text x="{LEFT + STRIP / 2:.0f}" y="{bottom + 20}" text-anchor="middle">&lt;{LOWEST_INTENSITY}</text>'
-        yield f'<rect class="strip" x="{LEFT}" y="{TOP}" width="{STRIP - 6}" height="{bottom - TOP}"/>'
-    yield f'<text x="0" y="{TOP - 18}">attainable FLOP/s</text></g>'
-
-
-def _decades(bounds: tuple[float, float]) -> list[float]:
-    low, high = bounds
-    return [10.0**power for power in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
-
-
-def _minor_ticks(axes: _Axes, bottom: float) -> str:
-    low, high = axes.intensity_range
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
-    values = (digit * 10.0**power for power in powers for digit in range(2, 10))
-    return "".join(f"M{axes.x(value):.1f} {bottom}v4" for value in values if low <= value <= high)
-
-
-def _roofs(report: Report, axes: _Axes) -> Iterator[str]:
-    pipes = _pipes(report)
-    yield from _roof_set(report.peaks, pipes, axes, "sheet", lambda pipe: pipe.replace("_", " "), above=True)
+def _roofs(report: Report, axes: Axes, pipes: list[str]) -> Iterator[str]:
+    yield from roof_set(report.peaks, pipes, axes, "sheet", lambda pipe: pipe.replace("_", " "), above=True)
     if report.measured and "bandwidth" in report.measured:
         known = [pipe for pipe in pipes if pipe in report.measured]
-        yield from _roof_set(report.measured, known, axes, "measured", lambda _: "measured", above=False)
-    for index, peak in enumerate(_levels(report.peaks, pipes)):
-        ridge = peak / report.peaks["bandwidth"]
-        x = axes.x(ridge)
-        # one line of text lower for each further ridge: neighbours may be close
-        y = HEIGHT - BOTTOM - 10 - 17 * index
-        yield f'<path class="ridge" d="M{x:.1f} {axes.y(peak):.1f}V{HEIGHT - BOTTOM}"/>'
-        yield f'<circle class="ridge" cx="{x:.1f}" cy="{axes.y(peak):.1f}" r="4"/>'
-        yield f'<text class="note" x="{x + 6:.1f}" y="{y}">ridge {units.si(ridge, "FLOP/B")}</text>'
+        yield from roof_set(report.measured, known, axes, "measured", lambda _: "measured", above=False)
+    yield from ridges(report.peaks, pipes, axes)
 
 
-def _roof_set(
-    ceilings: dict[str, float],
-    pipes: list[str],
-    axes: _Axes,
-    style: str,
-    label: Callable[[str], str],
-    *,
-    above: bool,
-) -> Iterator[str]:
-    """The slanted bandwidth roof and one flat roof for each distinct peak."""
-    bandwidth = ceilings["bandwidth"]
-    levels = _levels(ceilings, pipes)
-    low, high = axes.intensity_range
-    start = max(low, axes.rate_range[0] / bandwidth)
-    summit = min(levels[0] / bandwidth if levels else high, high)
-    path = f"M{axes.x(start):.1f} {axes.y(start * bandwidth):.1f}L{axes.x(summit):.1f} {axes.y(summit * bandwidth):.1f}"
-    for peak in levels:
-        path += f"M{axes.x(peak / bandwidth):.1f} {axes.y(peak):.1f}H{WIDTH - RIGHT}"
-    yield f'<path class="roof {style}" d="{path}"/>'
-    for peak in levels:
-        names = ", ".join(dict.fromkeys(label(pipe) for pipe in pipes if ceilings[pipe] == peak))
-        y = axes.y(peak) + (-17 if above else 20)
-        text = _text(f"{names} {units.rate(peak)}")
-        yield f'<text class="note" x="{WIDTH - RIGHT}" y="{y:.1f}" text-anchor="end">{text}</text>'
-    # the middle of the longest stretch between ridges keeps the label clear of the flat roofs
-    stops = [start, *(peak / bandwidth for peak in reversed(levels) if start < peak / bandwidth < summit), summit]
-    first, last = max(pairwise(stops), key=lambda stretch: stretch[1] / stretch[0])
-    middle = math.sqrt(first * last)
-    x, y = axes.x(middle), axes.y(middle * bandwidth)
-    run, rise = axes.x(summit) - axes.x(start), axes.y(start * bandwidth) - axes.y(summit * bandwidth)
-    turn = math.degrees(math.atan2(rise, run))
-    prefix = "memory" if above else "measured"
-    yield (
-        f'<text class="note" transform="translate({x:.1f} {y:.1f}) rotate({-turn:.1f})" y="{-18 if above else 26}" '
-        f'text-anchor="middle">{prefix} {units.bandwidth(bandwidth)}</text>'
-    )
-
-
-def _levels(ceilings: dict[str, float], pipes: list[str]) -> list[float]:
-    """Distinct peaks, highest first: pipes of equal speed share a roof."""
-    return sorted({ceilings[pipe] for pipe in pipes}, reverse=True)
-
-
-def _points(kernels: tuple[Row, ...], axes: _Axes, slots: dict[str, int]) -> Iterator[str]:
+def _points(kernels: tuple[Row, ...], axes: Axes, slots: dict[str, int]) -> Iterator[str]:
     longest_s = kernels[0].seconds if kernels else 0.0
-    idle_step = (HEIGHT - BOTTOM - TOP) / (sum(not has_place(row) for row in kernels) + 1)
-    idle_y = HEIGHT - BOTTOM
-    for row in kernels:
-        if has_place(row):
-            x, y = axes.x(row.intensity), axes.y(row.attainable)
-        else:
-            idle_y -= idle_step
-            x, y = LEFT + STRIP / 2, idle_y
-        radius = max(13 * math.sqrt(row.seconds / longest_s), 2.2) if longest_s else 2.2
+    for row, (x, y) in zip(kernels, positions(list(map(_place, kernels)), axes), strict=True):
         yield (
-            f'<circle class="k{slots[row.kind]}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" tabindex="0" role="img">'
-            f"<title>{_text(_spoken(row))}</title></circle>"
+            f'<circle class="k{slots[row.kind]}" cx="{x:.1f}" cy="{y:.1f}" r="{radius(row.seconds, longest_s):.1f}" '
+            f'tabindex="0" role="img"><title>{_text(_spoken(row))}</title></circle>'
         )
 
 

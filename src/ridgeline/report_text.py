@@ -5,14 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from dataclasses import fields
 
 from ridgeline import units
 from ridgeline.report import (
@@ -34,13 +27,10 @@ from ridgeline.report import (
     to_dict,
     top,
 )
+from ridgeline.text_tables import Column, Section, markdown, terminal
 
 FORMATS = ("table", "json", "csv", "md")
-
-# Without a terminal rich assumes 80 columns and would cut module names; a pipe has no edge to respect.
-PIPE_WIDTH = 160
-NAME_WIDTH = 24  # what a narrow terminal leaves of a module path
-GAP = 3  # between two columns
+_LIMITER_STYLES = {"compute": "magenta", "memory": "cyan"}
 
 
 def render(
@@ -61,31 +51,14 @@ def render(
         raise ValueError(f"render: max_rows must not be negative, got {max_rows}")
     match output_format:
         case "table":
-            return _terminal(report, max_rows, width, color)
+            return terminal(facts(report), _sections(report, max_rows), bold="fused floor", width=width, color=color)
         case "json":
             return json.dumps(to_dict(report), allow_nan=False, indent=1, ensure_ascii=False)
         case "csv":
             return _csv(report)
         case "md":
-            return _markdown(report, max_rows)
+            return markdown(facts(report), _sections(report, max_rows))
     raise ValueError(f"render: format must be one of {', '.join(FORMATS)}, got {output_format!r}")
-
-
-@dataclass(frozen=True)
-class _Column:
-    title: str
-    cell: Callable[[Any], str]
-    numeric: bool = True
-    rank: int = 0  # a narrow terminal leaves columns out, the highest rank first; rank 0 stays
-    cut: str = ""  # the side a long name may lose, "start" or "end"; numbers lose none
-
-
-@dataclass(frozen=True)
-class _Section:
-    title: str
-    columns: tuple[_Column, ...]
-    items: tuple[object, ...]  # what each column's `cell` is called with
-    note: str = ""
 
 
 def facts(report: Report) -> tuple[tuple[str, str], ...]:
@@ -119,7 +92,7 @@ def _ceilings(report: Report) -> str:
     return f"{', '.join(parts)} ({report.gpu_source})"
 
 
-def _sections(report: Report, max_rows: int) -> list[_Section]:
+def _sections(report: Report, max_rows: int) -> list[Section]:
     pairs = layers_compared(report)
     longest = {pair.name for pair in sorted(pairs, key=lambda pair: -pair.row.seconds)[:max_rows]}
     kernels = top(report.fused_rows, max_rows)
@@ -129,128 +102,48 @@ def _sections(report: Report, max_rows: int) -> list[_Section]:
     layers = tuple(pair for pair in pairs if pair.name in longest)  # network order reads better than that of seconds
     sections.append(_compared("Per layer", "layer", report, layers, hidden=len(pairs) - len(layers)))
     hidden = len(report.fused_rows) - len(kernels)
-    sections.append(_Section("Fused kernels, most seconds first", _kernel_columns(report), kernels, _more(hidden)))
+    sections.append(Section("Fused kernels, most seconds first", _kernel_columns(report), kernels, _more(hidden)))
     return sections
 
 
-def _compared(title: str, key_title: str, report: Report, pairs: tuple[Pair, ...], *, hidden: int = 0) -> _Section:
+def _compared(title: str, key_title: str, report: Report, pairs: tuple[Pair, ...], *, hidden: int = 0) -> Section:
     """Fused beside unfused, one line a group."""
     columns = (
-        _Column(key_title, lambda pair: one_line(pair.name) or NO_MODULE, numeric=False, cut="start"),
-        _Column("kernels", lambda pair: f"{_calls(pair.unfused)} → {_calls(pair.fused)}", rank=4),
-        _Column("FLOPs", lambda pair: count_text(pair.row.flops), rank=3),
-        _Column("bytes", lambda pair: bytes_text(pair.unfused), rank=6),
-        _Column("fused bytes", lambda pair: bytes_text(pair.fused), rank=5),
-        _Column("FLOP/B", lambda pair: intensity_text(pair.row), rank=1),
-        _Column("unfused", lambda pair: _seconds(pair.unfused)),
-        _Column("fused", lambda pair: _seconds(pair.fused)),
-        _Column(
+        Column(key_title, lambda pair: one_line(pair.name) or NO_MODULE, numeric=False, cut="start"),
+        Column("kernels", lambda pair: f"{_calls(pair.unfused)} → {_calls(pair.fused)}", rank=4),
+        Column("FLOPs", lambda pair: count_text(pair.row.flops), rank=3),
+        Column("bytes", lambda pair: bytes_text(pair.unfused), rank=6),
+        Column("fused bytes", lambda pair: bytes_text(pair.fused), rank=5),
+        Column("FLOP/B", lambda pair: intensity_text(pair.row), rank=1),
+        Column("unfused", lambda pair: _seconds(pair.unfused)),
+        Column("fused", lambda pair: _seconds(pair.fused)),
+        Column(
             "of floor", lambda pair: share_text(pair.fused.seconds, report.floor_s) if pair.fused else ABSENT, rank=1
         ),
-        _Column("limiter", lambda pair: pair.row.limiter, numeric=False, rank=2),
+        Column("limiter", lambda pair: pair.row.limiter, numeric=False, rank=2, styles=_LIMITER_STYLES),
     )
-    return _Section(title, columns, pairs, _more(hidden))
+    return Section(title, columns, pairs, _more(hidden))
 
 
-def _kernel_columns(report: Report) -> tuple[_Column, ...]:
+def _kernel_columns(report: Report) -> tuple[Column, ...]:
     columns = [
-        _Column("layer", lambda row: one_line(row.layer) or NO_MODULE, numeric=False, cut="start"),
-        _Column("class", lambda row: one_line(row.kind), numeric=False, rank=2),
-        _Column("shape", lambda row: one_line(row.shape), numeric=False, rank=9, cut="end"),
-        _Column("calls", lambda row: str(row.calls), rank=12),
-        _Column("FLOPs", lambda row: count_text(row.flops), rank=5),
-        _Column("bytes", lambda row: units.nbytes(row.bytes), rank=6),
-        _Column("FLOP/B", intensity_text, rank=4),
-        _Column("compute", lambda row: seconds_text(row.compute_s), rank=11),
-        _Column("memory", lambda row: seconds_text(row.memory_s), rank=10),
-        _Column("waves", lambda row: f"{row.waves:.2f}" if row.tiles else ABSENT, rank=8),
-        _Column("SM use", lambda row: units.percent(row.wave_efficiency, 0) if row.tiles else ABSENT, rank=7),
-        _Column("limiter", lambda row: row.limiter, numeric=False, rank=1),
-        _Column("seconds", lambda row: seconds_text(row.seconds)),
+        Column("layer", lambda row: one_line(row.layer) or NO_MODULE, numeric=False, cut="start"),
+        Column("class", lambda row: one_line(row.kind), numeric=False, rank=2),
+        Column("shape", lambda row: one_line(row.shape), numeric=False, rank=9, cut="end"),
+        Column("calls", lambda row: str(row.calls), rank=12),
+        Column("FLOPs", lambda row: count_text(row.flops), rank=5),
+        Column("bytes", lambda row: units.nbytes(row.bytes), rank=6),
+        Column("FLOP/B", intensity_text, rank=4),
+        Column("compute", lambda row: seconds_text(row.compute_s), rank=11),
+        Column("memory", lambda row: seconds_text(row.memory_s), rank=10),
+        Column("waves", lambda row: f"{row.waves:.2f}" if row.tiles else ABSENT, rank=8),
+        Column("SM use", lambda row: units.percent(row.wave_efficiency, 0) if row.tiles else ABSENT, rank=7),
+        Column("limiter", lambda row: row.limiter, numeric=False, rank=1, styles=_LIMITER_STYLES),
+        Column("seconds", lambda row: seconds_text(row.seconds)),
     ]
     if report.train:
-        columns.insert(1, _Column("phase", lambda row: row.phase, numeric=False, rank=3))
+        columns.insert(1, Column("phase", lambda row: row.phase, numeric=False, rank=3))
     return tuple(columns)
-
-
-def _terminal(report: Report, max_rows: int, width: int | None, color: bool | None) -> str:
-    console = Console(width=width, force_terminal=color, no_color=None if color is None else not color)
-    if width is None and not console.is_terminal:
-        console.width = PIPE_WIDTH
-    with console.capture() as capture:
-        headline = Table.grid(padding=(0, 2))
-        headline.add_column(style="dim", no_wrap=True)
-        headline.add_column(overflow="fold")
-        for label, value in facts(report):
-            headline.add_row(label, Text(one_line(value), style="bold" if label == "fused floor" else ""))
-        console.print(headline)
-        for section in _sections(report, max_rows):
-            console.print()
-            console.print(Text(section.title, style="bold"))
-            console.print(_rich_table(section, console.width))
-            if section.note:
-                console.print(Text(section.note, style="dim"))
-    # rich pads every line to the table's width; a pipe or a file has no use for it
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
-
-
-def _rich_table(section: _Section, width: int) -> Table:
-    """The section's columns that fit, names cut to what the numbers leave."""
-    columns = [(column, [column.cell(item) for item in section.items]) for column in section.columns]
-    while sum(_least_width(*entry) for entry in columns) > width + GAP:
-        last = max(columns, key=lambda entry: entry[0].rank)
-        if last[0].rank == 0:
-            break
-        columns.remove(last)
-    spare = width + GAP - sum(_least_width(*entry) for entry in columns)
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="dim")
-    for index, (column, cells) in enumerate(columns):
-        if column.cut:
-            cut = [_cut(cell, NAME_WIDTH + max(spare, 0), column.cut) for cell in cells]
-            spare -= max(map(len, [column.title, *cut])) + GAP - _least_width(column, cells)
-            columns[index] = (column, cut)
-        table.add_column(column.title, justify="right" if column.numeric else "left", no_wrap=True)
-    for row in zip(*(cells for _, cells in columns), strict=True):
-        table.add_row(*(_styled(column, cell) for (column, _), cell in zip(columns, row, strict=True)))
-    return table
-
-
-def _least_width(column: _Column, cells: list[str]) -> int:
-    """Characters a column needs with its gap: all of a number, enough of a name to know it by."""
-    longest = max(map(len, [column.title, *cells]))
-    return GAP + (min(longest, NAME_WIDTH) if column.cut else longest)
-
-
-def _cut(text: str, width: int, side: str) -> str:
-    if len(text) <= width:
-        return text
-    return "…" + text[len(text) - width + 1 :] if side == "start" else text[: width - 1] + "…"
-
-
-def _styled(column: _Column, cell: str) -> Text:
-    style = {"compute": "magenta", "memory": "cyan"}.get(cell, "") if column.title == "limiter" else ""
-    return Text(cell, style=style)
-
-
-def _markdown(report: Report, max_rows: int) -> str:
-    parts = ["| | |\n|---|---|\n" + "".join(f"| {name} | {_md(value)} |\n" for name, value in facts(report))]
-    for section in _sections(report, max_rows):
-        rule = "|".join("--:" if column.numeric else "---" for column in section.columns)
-        titles = " | ".join(column.title for column in section.columns)
-        lines = [f"**{section.title}**", "", f"| {titles} |", f"|{rule}|"]
-        lines += [f"| {' | '.join(_md(column.cell(item)) for column in section.columns)} |" for item in section.items]
-        if section.note:
-            lines += ["", section.note]
-        parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts).rstrip("\n")
-
-
-def _md(text: str) -> str:
-    """A cell GitHub shows as written: no column break, no markup from a module name."""
-    escaped = one_line(text).replace("\\", "\\\\").replace("|", "\\|")
-    for character in "*_`[]<>":
-        escaped = escaped.replace(character, "\\" + character)
-    return escaped
 
 
 # Names carry their unit; `seconds` is the roofline time of all `calls`.
