@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 KINDS = ("kernel", "memcpy", "memset")
+LONGEST_EVENT_S = 3600.0  # what is written as longer never ended: readers make it 0 and count it
 
 Dims = tuple[int, ...]
 
@@ -53,6 +54,7 @@ class Call:
     dtypes: tuple[str, ...] = ()  # "float", "c10::BFloat16", "Scalar", "" …, one an argument
     strides: tuple[Dims, ...] = ()
     concrete: tuple[str, ...] = ()  # arguments that are no tensors, as text
+    lists: tuple[tuple[Dims, ...], ...] = ()  # shapes of the tensors in each argument that is a list of them
 
     @property
     def end_s(self) -> float:

@@ -1,0 +1,151 @@
+"""What a profile's reports say in words: the headline, each finding's worth, what was not looked at. No markup."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ridgeline import units
+from ridgeline.finding import Finding, Saving
+from ridgeline.profile_record import Calibration, KernelRow, Profile, WallTime
+from ridgeline.report import ABSENT
+
+ABOVE_ROOF = 1.05  # of its roofline time a kernel cannot take less by measurement error alone
+EFFORT_WORDS = {"S": "a flag or a line", "M": "an edit", "L": "a kernel or a restructuring"}
+
+
+def step_s(profile: Profile) -> float:
+    """Time of a step: the unprofiled median, and the traced one only where nobody timed it."""
+    return profile.wall.median_s if profile.wall else profile.traced_step_s
+
+
+def roof_share(profile: Profile) -> float | None:
+    """Sum of the kernels' roofline times over the step; None without ceilings."""
+    step = step_s(profile)
+    return profile.floor_s / step if profile.floor_s is not None and step else None
+
+
+def busy_share(profile: Profile) -> float | None:
+    """GPU work over the step. Above 1 where the profiler slowed the GPU itself."""
+    step = step_s(profile)
+    return profile.busy_s / step if step else None
+
+
+def priced(profile: Profile) -> tuple[Finding, ...]:
+    """The findings that name a saving, in their rank."""
+    return tuple(finding for finding in profile.findings if finding.saving)
+
+
+def headline(profile: Profile) -> tuple[tuple[str, str], ...]:
+    """(label, text) pairs: the step, how busy the GPU is, how far its roof is, and the three fixes worth most."""
+    facts = [("subject", profile.subject), ("step", step_text(profile)), ("GPU busy", busy_text(profile))]
+    if profile.idle:
+        facts.append(("GPU idle", f"{units.seconds(sum(profile.idle.values()))}: {_largest(profile.idle)}"))
+    facts.append(("of the roof", roof_text(profile)))
+    for number, finding in enumerate(priced(profile)[:3], 1):
+        worth = f"{saving_text(finding.saving)}, {effort(finding)}"
+        facts.append((f"fix {number}", f"{finding.rule} {finding.title}: {worth}"))
+    if not priced(profile):
+        facts.append(("fixes", "no finding names a saving"))
+    return tuple(facts)
+
+
+def environment(profile: Profile) -> tuple[tuple[str, str], ...]:
+    """(label, text) pairs: the GPU, its ceilings, and what the profiler wrote down."""
+    ceilings = ", ".join(
+        f"{name.replace('_', ' ')} {units.bandwidth(value) if name == 'bandwidth' else units.rate(value)}"
+        for name, value in profile.peaks.items()
+    )
+    source = "measured on this GPU" if profile.peaks_measured else "data sheet; `ridgeline doctor --measure` measures"
+    return (
+        ("GPU", profile.gpu),
+        ("ceilings", f"{ceilings} ({source})" if ceilings else "unknown for this GPU"),
+        *profile.environment.items(),
+    )
+
+
+def step_text(profile: Profile) -> str:
+    traced = f"{units.seconds(profile.traced_step_s)} in the trace"
+    return f"{wall_text(profile.wall)}; {traced}" if profile.wall else f"{traced}; nobody timed it unprofiled"
+
+
+def wall_text(wall: WallTime) -> str:
+    low, high = units.seconds(wall.low_s), units.seconds(wall.high_s)
+    return f"{units.seconds(wall.median_s)} ({low} to {high}: quartiles of {wall.n} unprofiled steps)"
+
+
+def busy_text(profile: Profile) -> str:
+    return f"{share_text(busy_share(profile))} of the step: {units.seconds(profile.busy_s)}"
+
+
+def roof_text(profile: Profile) -> str:
+    if profile.floor_s is None:
+        return "unknown: no ceilings for this GPU"
+    ceilings = "measured ceilings" if profile.peaks_measured else "data sheet's ceilings"
+    return f"{share_text(roof_share(profile))}: these kernels need {units.seconds(profile.floor_s)} on the {ceilings}"
+
+
+def saving_text(saving: Saving | None) -> str:
+    """`"saves 4.92 ms (4.10 ms to 11.0 ms)"`."""
+    if saving is None:
+        return "saving unknown"
+    return f"saves {duration(saving.mid_s)} ({duration(saving.low_s)} to {duration(saving.high_s)})"
+
+
+def effort(finding: Finding) -> str:
+    return f"effort {finding.effort} ({EFFORT_WORDS[finding.effort]})"
+
+
+def evidence_text(finding: Finding) -> str:
+    """Where to look: the source line, the events of the trace, how the number came about."""
+    events = f"events {', '.join(map(str, finding.evidence))}" if finding.evidence else ""
+    return "; ".join(filter(None, (finding.source, events, finding.note))) or ABSENT
+
+
+def calibration_text(calibration: Calibration) -> str:
+    """What a fix promised and what it brought, in one line."""
+    promised = saving_text(Saving(calibration.low_s, calibration.mid_s, calibration.high_s))
+    verdict = "inside the interval" if calibration.hit else "outside the interval"
+    return f"promised: {promised}; brought {units.seconds(calibration.realised_s)}, {verdict}"
+
+
+def limits(profile: Profile) -> tuple[str, ...]:
+    """What was not looked at, a sentence an item: shares without operator, roof or timing, then each abstention."""
+    lines = [
+        f"{units.percent(profile.attributed_share)} of the kernel time has an operator and "
+        f"{units.percent(profile.module_share)} a module; of the rest nobody knows where it came from."
+    ]
+    total_s = sum(row.total_s for row in profile.kernels)
+    unroofed_s = sum(row.total_s for row in profile.kernels if row.of_roof is None)
+    if unroofed_s:
+        lines.append(
+            f"Kernels that hold {units.percent(unroofed_s / total_s)} of the kernel time have no roofline: "
+            "they count in the roof at their own time."
+        )
+    lines += [f"{name.replace('_', ' ').capitalize()}: {value}." for name, value in profile.extra.items()]
+    if profile.coverage is None:
+        lines.append("Nobody timed the GPU beside the trace, so kernels missing from the trace would go unnoticed.")
+    else:
+        lines.append(f"The trace holds {units.percent(profile.coverage)} of the GPU time that events measured.")
+    if profile.wall is None:
+        lines.append("No step was timed without the profiler, which slows the host: idle time is an upper bound.")
+    lines += [f"{abstention.rule} did not look: {abstention.reason}." for abstention in profile.abstentions]
+    return tuple(lines)
+
+
+def spread(row: KernelRow) -> float | None:
+    """Standard deviation over the mean; None for kernels that took no time."""
+    return row.sigma_s / row.mean_s if row.mean_s else None
+
+
+def duration(value_s: float) -> str:
+    """Seconds with their unit; a plain "0 s" for none at all."""
+    return units.seconds(value_s) if value_s else "0 s"
+
+
+def share_text(share: float | None) -> str:
+    return ABSENT if share is None else units.percent(share)
+
+
+def _largest(seconds: Mapping[str, float]) -> str:
+    ordered = sorted(seconds.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {units.seconds(value_s)}" for name, value_s in ordered)

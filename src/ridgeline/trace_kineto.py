@@ -1,0 +1,386 @@
+"""A Kineto trace (torch.profiler's .json or .json.gz) as a `Trace`.
+
+What the fields mean: libkineto's output_json.cpp and CuptiActivity.cpp. Its times are microseconds, to three decimals.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ridgeline.trace import LONGEST_EVENT_S, Activity, Call, Device, Dims, Launch, Range, SyncEdge, Trace
+from ridgeline.trace_steps import windows
+from ridgeline.trace_stream import Progress, read_events
+
+CALLS_KEPT = 100_000  # operators, and twice as many Python frames: 18 steps of the DDPM baseline
+_LONGEST_EVENT_US = LONGEST_EVENT_S * 1e6
+LONGEST_TRACE_US = 86400e6  # records that missed the profiler's window come with times of another clock
+
+_OPTIONS = ("record_shapes", "with_stack", "profile_memory", "with_modules", "with_flops")
+_NOT_METADATA = {*_OPTIONS, "schemaVersion", "deviceProperties", "displayTimeUnit", "traceEvents", "traceName"}
+_OF_FIELDS = (KeyError, TypeError, ValueError, AttributeError, OverflowError)  # a trace may be any JSON
+
+Json = dict[str, Any]
+Row = tuple[Any, ...]  # start_us, duration_us, number, name, thread, fixed, counters …; sorts by start
+
+
+def read_kineto(path: Path, *, progress: Progress | None = None) -> Trace:
+    """Read the trace at `path`. Raises UsageError where the file is no whole trace; it may hold no kernels.
+
+    Of a trace with more than CALLS_KEPT operators all GPU work, launches and ranges are kept, and the operators and
+    frames of its first steps only: `metadata` tells until when ("calls_until_s") and how many steps that is.
+    """
+    rows = _Rows()
+    file = read_events(path, rows.take, glance=rows.glance, progress=progress)
+    return _trace(path, rows, file)
+
+
+def _kernel(args: Json) -> Row:
+    blocks_per_sm = float(args.get("blocks per SM", 0))  # "inf" where Kineto does not know the GPU
+    return (
+        "kernel",
+        int(args.get("device", 0)),
+        int(args.get("stream", 0)),
+        _dims(args.get("grid", ())),
+        _dims(args.get("block", ())),
+        int(args.get("registers per thread", 0)),
+        int(args.get("shared memory", 0)),
+        blocks_per_sm if math.isfinite(blocks_per_sm) else 0.0,
+        0,
+        int(args.get("graph node id", 0)) or None,  # 0 outside graphs
+    )
+
+
+def _memcpy(args: Json) -> Row:
+    node = int(args.get("graph node id", 0)) or None
+    place = (int(args.get("device", 0)), int(args.get("stream", 0)))
+    return "memcpy", *place, (), (), 0, 0, 0.0, int(args.get("bytes", 0)), node
+
+
+def _memset(args: Json) -> Row:
+    return "memset", *_memcpy(args)[1:]
+
+
+def _operator(args: Json) -> Row:
+    """Shapes, types, strides, other arguments and shapes within lists, as `Call` has them."""
+    if "Input Dims" not in args:
+        return ()
+    dims, strides = args["Input Dims"], args.get("Input Strides", ())
+    return (
+        tuple([() if _is_list(d) else _dims(d) for d in dims]),
+        tuple([sys.intern(kind) for kind in args.get("Input type", ())]),
+        tuple([() if _is_list(d) else _dims(d) for d in strides]),
+        tuple([str(value) for value in args.get("Concrete Inputs", ())]),
+        tuple([tuple([_dims(one) for one in d]) for d in dims if _is_list(d)]),
+    )
+
+
+def _dims(values: Iterable[Any]) -> Dims:
+    return tuple([int(value) for value in values])
+
+
+def _is_list(dims: Sequence[object]) -> bool:
+    """Is this the shapes of a list of tensors, instead of one tensor's?"""
+    return len(dims) > 0 and isinstance(dims[0], list)
+
+
+def _wait(args: Json) -> Row:
+    return (sys.intern(args.get("cuda_sync_kind", "unknown")),)
+
+
+def _nothing(_: Json) -> Row:
+    return ()
+
+
+_GPU_ARGS = re.compile(r'\s*(?:"External id": \d+,\s*)?(.*?)"correlation": (\d+)(?:,\s*)?(.*)', re.DOTALL)
+_LAUNCH_ARGS = re.compile(r'\s*(?:"External id": (\d+),\s*)?[^{}]*?"correlation": (\d+)')
+_OPERATOR_ARGS = re.compile(
+    r'\s*"External id": (\d+),\s*(?:"Record function id": \d+,\s*)?'
+    r'(?:"Sequence number": (\d+),\s*"Fwd thread id": (\d+),\s*)?(?:"Record function id": \d+,\s*)?'
+    r'(.*)"Ev Idx": \d+\s*',
+    re.DOTALL,
+)
+
+Cut = tuple[str, tuple[str | int, ...]]  # of the text of arguments: what recurs in every step, and the counters
+
+
+def _cut_gpu(args: str) -> Cut | None:
+    found = _GPU_ARGS.match(args)
+    return (found[1] + found[3], (found[2],)) if found else None
+
+
+def _cut_launch(args: str) -> Cut | None:
+    found = _LAUNCH_ARGS.match(args)
+    if not found or (found[1] is None and "External id" in args):
+        return None
+    return "", (found[2], found[1] or 0)
+
+
+def _cut_operator(args: str) -> Cut | None:
+    found = _OPERATOR_ARGS.fullmatch(args)
+    if not found or (found[2] is None and '"Sequence number"' in args):
+        return None
+    return found[4], (found[1], found[2] or -1, found[3] or 0)
+
+
+def _cut_nothing(_: str) -> Cut:
+    return "", ()
+
+
+@dataclass(frozen=True)
+class _Category:
+    """How to read the events of one category."""
+
+    cut: Callable[[str], Cut | None]  # without parsing; None where the text is not as usual
+    fixed: Callable[[Json], Row]  # what recurs, parsed
+    counters: tuple[tuple[str, int], ...] = ()  # by name, and what stands for a missing one
+
+
+_JOIN = (("correlation", 0),)
+_LAUNCH = _Category(_cut_launch, _nothing, (*_JOIN, ("External id", 0)))
+_BARE = _Category(_cut_nothing, _nothing)
+_CATEGORIES = {
+    "kernel": _Category(_cut_gpu, _kernel, _JOIN),
+    "gpu_memcpy": _Category(_cut_gpu, _memcpy, _JOIN),
+    "gpu_memset": _Category(_cut_gpu, _memset, _JOIN),
+    "cuda_runtime": _LAUNCH,
+    "cuda_driver": _LAUNCH,
+    "cpu_op": _Category(_cut_operator, _operator, (("External id", 0), ("Sequence number", -1), ("Fwd thread id", 0))),
+    "user_annotation": _BARE,
+    "python_function": _BARE,
+    "cuda_sync": _Category(_cut_gpu, _wait, _JOIN),
+}
+_BOUNDS = {"cpu_op": CALLS_KEPT, "python_function": 2 * CALLS_KEPT}
+_FIXED_KEPT = 50_000  # different arguments to remember: more are there only where something counts up in them
+
+# An event with a duration as Kineto writes it, or the head of any other. It excludes one character at a time, which the
+# engine runs fastest; a quote or brace within a text ends it too early, where the braces do not close, so it fails.
+_EVENT = re.compile(
+    r'"ph":\s*"(?:X",\s*"cat":\s*"(\w+)",\s*"name":\s*"([^"]*)",\s*"pid":[^,]+,\s*"tid":([^,]+),'
+    r'\s*"ts":([^,]+),\s*"dur":([^,]+),\s*"args":\s*\{([^}]*)\}\s*\}|[^X]")'
+)
+
+
+class _Rows:
+    """What was read so far, as tuples: a record's time counts from the first event, which is known last."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, list[Row]] = {category: [] for category in _CATEGORIES}
+        self.until_us = dict.fromkeys(_CATEGORIES, math.inf)  # from here on none is kept
+        self.malformed = self.clamped = self.dropped = 0
+        self.fixed: dict[str, dict[str, Row]] = {  # by its text
+            category: {"": kind.fixed({})} for category, kind in _CATEGORIES.items()
+        }
+        self.known: dict[Row, Row] = {}  # one copy of each
+
+    def glance(self, first: int, text: str) -> int | None:
+        """Take events from their text; None, and none taken, if some are not as Kineto writes them."""
+        events = _EVENT.findall(text)
+        if len(events) != text.count('"ph"'):
+            return None
+        for number, (category, name, thread, start, duration, args) in enumerate(events, first):
+            kind = _CATEGORIES.get(category)
+            if kind is None:
+                continue
+            try:
+                start_us = float(start)
+                if start_us >= self.until_us[category]:  # spares most of the work on most of a large trace
+                    self.dropped += 1
+                    continue
+                recurring, counters = kind.cut(args) or self.parse(kind, args)
+                fixed = self.fixed[category].get(recurring)
+                if fixed is None:
+                    fixed = self.learn(category, recurring)
+                if "\\" in name:
+                    name = json.loads(f'"{name}"')
+                self.add(category, number, name, thread, start_us, float(duration), fixed, counters)
+            except _OF_FIELDS:
+                self.malformed += 1
+        self.keep_bounds()
+        return len(events)
+
+    def parse(self, kind: _Category, args: str) -> Cut:
+        """Arguments in another order than usual; raises ValueError and its like where they are no JSON."""
+        values = json.loads(f"{{{args}}}")
+        return args, tuple([values.get(key, missing) for key, missing in kind.counters])
+
+    def learn(self, category: str, recurring: str) -> Row:
+        """Parse arguments that were not seen before."""
+        fixed = _CATEGORIES[category].fixed(json.loads("{" + recurring.rstrip(", \t\r\n") + "}"))
+        if len(self.fixed[category]) >= _FIXED_KEPT:
+            self.fixed[category].clear()
+        self.fixed[category][recurring] = fixed = self.known.setdefault(fixed, fixed)
+        return fixed
+
+    def take(self, first: int, events: Sequence[Any]) -> None:
+        """Take events that were parsed."""
+        for number, event in enumerate(events, first):
+            try:
+                category = event.get("cat")
+                kind = _CATEGORIES.get(category)
+                if kind is None or event["ph"] != "X":
+                    continue
+                args = event.get("args", {})
+                fixed = kind.fixed(args)
+                counters = [args.get(key, missing) for key, missing in kind.counters]
+                fixed = self.known.setdefault(fixed, fixed)
+                times_us = (float(event["ts"]), float(event.get("dur", 0)))
+                self.add(category, number, event["name"], event["tid"], *times_us, fixed, counters)
+            except _OF_FIELDS:
+                self.malformed += 1
+        self.keep_bounds()
+
+    def add(
+        self,
+        category: str,
+        number: int,
+        name: str,
+        thread: str | int,
+        start_us: float,
+        duration_us: float,
+        fixed: Row,
+        counters: Sequence[Any],
+    ) -> None:
+        if start_us >= self.until_us[category]:
+            self.dropped += 1
+            return
+        if not math.isfinite(start_us):
+            raise ValueError(f"no time: {start_us}")
+        if not 0 <= duration_us <= _LONGEST_EVENT_US:
+            self.clamped += 1
+            duration_us = 0.0
+        row = (start_us, duration_us, number, sys.intern(name), int(thread), fixed, *map(int, counters))
+        self.of[category].append(row)
+
+    def keep_bounds(self) -> None:
+        """Of what is bounded keep what starts first."""
+        if len(self.known) > _FIXED_KEPT:
+            self.known.clear()
+        for category, bound in _BOUNDS.items():
+            rows = self.of[category]
+            if len(rows) > 2 * bound:
+                rows.sort()
+                self.until_us[category] = rows[bound][0]
+                self.dropped += len(rows) - bound
+                del rows[bound:]
+
+
+def _trace(path: Path, rows: _Rows, file: Json) -> Trace:
+    of = rows.of
+    activities = of["kernel"] + of["gpu_memcpy"] + of["gpu_memset"]
+    launches = of["cuda_runtime"] + of["cuda_driver"]
+    calls, frames, ranges, syncs = of["cpu_op"], of["python_function"], of["user_annotation"], of["cuda_sync"]
+    lists = (activities, launches, calls, ranges, frames, syncs)
+    of.clear()
+    for group in lists:
+        group.sort()
+    rows.malformed += _drop_strays(lists)
+    first_us = min((group[0][0] for group in lists if group), default=0.0)
+    ranges = _records(_range, ranges, first_us)
+    metadata = {**_metadata(file), **_bound_calls(rows, calls, frames, windows(ranges), first_us)}
+    counts = {"malformed_events": rows.malformed, "clamped_durations": rows.clamped, "dropped_calls": rows.dropped}
+    flags = {"cuda_sync_events": syncs, "with_stack": frames}
+    return Trace(
+        path=str(path),
+        source="kineto",
+        devices=_devices(file),
+        activities=_records(_activity, activities, first_us),
+        calls=_records(_call, calls, first_us),
+        launches=_records(_launch, launches, first_us),
+        ranges=ranges,
+        frames=_records(_range, frames, first_us),
+        syncs=_records(_sync, syncs, first_us),
+        options=frozenset([*filter(file.get, _OPTIONS), *filter(flags.get, flags)]),
+        rank=_rank(file),
+        metadata=metadata | {name: str(count) for name, count in counts.items() if count},
+    )
+
+
+def _drop_strays(lists: Iterable[list[Row]]) -> int:
+    """Remove events more than a day away from the GPU's; returns how many."""
+    middle_us = next((group[len(group) // 2][0] for group in lists if group), 0.0)
+    before = sum(map(len, lists))
+    for group in lists:
+        begin = bisect_left(group, (middle_us - LONGEST_TRACE_US,))
+        end = bisect_right(group, (middle_us + LONGEST_TRACE_US,))
+        del group[end:], group[:begin]
+    return before - sum(map(len, lists))
+
+
+def _bound_calls(
+    rows: _Rows, calls: list[Row], frames: list[Row], steps: Sequence[tuple[float, float]], first_us: float
+) -> dict[str, str]:
+    """Where operators had to be dropped: keep those of whole steps, and say which steps they are."""
+    until_us = min(rows.until_us.values())
+    if until_us == math.inf:
+        return {}
+    until_s = (until_us - first_us) / 1e6
+    whole = [end_s for _, end_s in steps if end_s <= until_s]
+    until_s = max(whole, default=until_s)
+    for group in (calls, frames):
+        kept = bisect_left(group, (first_us + until_s * 1e6,))
+        rows.dropped += len(group) - kept
+        del group[kept:]
+    return {"calls_until_s": repr(until_s), "steps_with_calls": f"{len(whole)} of {len(steps)}"}
+
+
+def _records(record: Callable[..., Any], rows: list[Any], first_us: float) -> tuple[Any, ...]:
+    """The rows as records. They replace the rows one by one, because both at once would fill the memory."""
+    for i, (start_us, duration_us, number, name, *rest) in enumerate(rows):
+        # to the nanosecond, which the difference of large numbers blurs
+        rows[i] = record(number, name, round(start_us - first_us, 3) / 1e6, duration_us / 1e6, *rest)
+    return tuple(rows)
+
+
+def _activity(
+    number: int, name: str, start_s: float, duration_s: float, _: int, fixed: Row, correlation: int
+) -> Activity:
+    kind, device, stream, *launched = fixed
+    return Activity(number, kind, name, start_s, duration_s, device, stream, correlation, *launched)
+
+
+def _call(number: int, name: str, start_s: float, duration_s: float, thread: int, fixed: Row, *counters: int) -> Call:
+    external_id, sequence, forward_thread = counters
+    return Call(number, name, start_s, duration_s, thread, external_id, sequence, forward_thread, *fixed)
+
+
+def _launch(number: int, name: str, start_s: float, duration_s: float, thread: int, _: Row, *counts: int) -> Launch:
+    return Launch(number, name, start_s, duration_s, thread, *counts)
+
+
+def _range(number: int, name: str, start_s: float, duration_s: float, thread: int, _: Row) -> Range:
+    return Range(number, name, start_s, duration_s, thread)
+
+
+def _sync(number: int, _: str, start_s: float, duration_s: float, __: int, fixed: Row, correlation: int) -> SyncEdge:
+    return SyncEdge(number, fixed[0], start_s, duration_s, correlation)
+
+
+def _devices(file: Json) -> tuple[Device, ...]:
+    devices = []
+    properties = file.get("deviceProperties")
+    for gpu in properties if isinstance(properties, list) else []:
+        try:
+            capability = (int(gpu["computeMajor"]), int(gpu["computeMinor"]))
+            devices.append(Device(str(gpu["name"]), int(gpu["numSms"]), int(gpu["totalGlobalMem"]), capability))
+        except _OF_FIELDS:
+            continue  # another vendor's fields: the GPU stays unknown
+    return tuple(devices)
+
+
+def _rank(file: Json) -> int | None:
+    info = file.get("distributedInfo")
+    rank = info.get("rank") if isinstance(info, dict) else None
+    return rank if isinstance(rank, int) else None
+
+
+def _metadata(file: Json) -> dict[str, str]:
+    found = {key: value for key, value in file.items() if key not in _NOT_METADATA}
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in found.items()}

@@ -1,0 +1,114 @@
+"""A trace that lacks part of the GPU's work is refused before anything is concluded from it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import traces_made as made
+from ridgeline.completeness import check
+from ridgeline.errors import EnvironmentUnusable
+from ridgeline.trace import Activity, Launch, Trace
+from ridgeline.trace_reader import read_trace
+
+REAL = Path(__file__).parent / "fixtures" / "traces"
+
+
+def graph_replay(kernels: int, *, gap_us: float = 1.0) -> Trace:
+    """One graph of 10 µs kernels with equal pauses."""
+    pitch_s = (10 + gap_us) * 1e-6
+    activities = [Activity(i, "kernel", "k", 20e-6 + i * pitch_s, 10e-6, 0, 7, 9) for i in range(kernels)]
+    launch = Launch(500, "cudaGraphLaunch", 0.0, 5e-6, 1, 9)
+    return Trace("graph.json", "kineto", (), tuple(activities), launches=(launch,))
+
+
+def test_graph_launches_without_kernels_are_named_with_both_remedies(tmp_path: Path) -> None:
+    events = [
+        made.op("aten::empty", 0, 10, external_id=1),
+        made.launch(20, 5, correlation=1, name="cudaGraphLaunch"),
+        made.launch(40, 5, correlation=2, name="cudaGraphLaunch"),
+        made.kernel("copy_kernel", 10, 5, correlation=7),
+    ]
+    trace = read_trace(made.write(tmp_path / "made.json", made.trace(events)))
+    with pytest.raises(EnvironmentUnusable, match="2 of 2 CUDA graph launches left no kernels") as refused:
+        check(trace, 0.01)
+    assert "before the capture" in str(refused.value) and "CUPTI" in str(refused.value)
+    assert refused.value.exit_code == 3
+
+
+def test_a_trace_without_gpu_work_is_refused() -> None:
+    with pytest.raises(EnvironmentUnusable, match="no GPU work"):
+        check(Trace("cpu.json", "kineto", (), ()), 0.01)
+
+
+def test_nobody_timed_it() -> None:
+    assert check(graph_replay(10), None) is None
+
+
+@pytest.mark.parametrize("timed_us", [98.1, 100.0, 104.0])
+def test_kernels_that_account_for_the_time_give_their_own_ratio(timed_us: float) -> None:
+    assert check(graph_replay(10), timed_us * 1e-6) == pytest.approx(100 / timed_us)
+
+
+def test_pauses_count_as_far_as_needed() -> None:
+    assert check(graph_replay(10), 108e-6) == 1.0  # 100 µs of kernels, 9 µs of pauses
+
+
+@pytest.mark.parametrize("kernels", [8, 5])
+def test_missing_kernels_are_missed(kernels: int) -> None:
+    with pytest.raises(EnvironmentUnusable, match="kernels are missing"):
+        check(graph_replay(kernels), 109e-6)
+
+
+def test_a_long_pause_inside_a_graph_hides_a_kernel() -> None:
+    """With its first and last kernel in place a graph spans the right time, and yet lacks half of its work."""
+    with pytest.raises(EnvironmentUnusable, match="kernels are missing"):
+        check(graph_replay(5, gap_us=14), 106e-6)
+
+
+def test_more_work_than_was_timed_is_another_step() -> None:
+    with pytest.raises(EnvironmentUnusable, match="slower or other steps"):
+        check(graph_replay(10), 80e-6)
+
+
+def launched(count: int, *, lost: int, capture: bool = False) -> Trace:
+    """Kernels and their launches, the first `lost` of which left no kernel."""
+    launches = [Launch(100 + i, "cudaLaunchKernel", i * 10e-6, 5e-6, 1, i + 1) for i in range(count)]
+    if capture:
+        begin = Launch(90, "cudaStreamBeginCapture", -1e-6, 0.5e-6, 1, 900)
+        end = Launch(91, "cudaStreamEndCapture", lost * 10e-6 - 2e-6, 1e-6, 1, 901)
+        launches = sorted([begin, end, *launches], key=lambda each: each.start_s)
+    kernels = [Activity(i, "kernel", "k", 5e-6 + i * 10e-6, 8e-6, 0, 7, i + 1) for i in range(lost, count)]
+    return Trace("eager.json", "kineto", (), tuple(kernels), launches=tuple(launches))
+
+
+def test_launches_that_left_no_kernel_are_counted() -> None:
+    with pytest.raises(EnvironmentUnusable, match=r"10 of \d+ kernel launches left no kernel"):
+        check(launched(40, lost=10), None)
+
+
+@pytest.mark.parametrize("trace", [launched(40, lost=1), launched(40, lost=10, capture=True)], ids=["few", "capture"])
+def test_a_launch_cut_off_or_captured_is_no_loss(trace: Trace) -> None:
+    assert check(trace, None) is None
+
+
+def test_a_gpu_time_of_zero_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="gpu_s must be above 0"):
+        check(graph_replay(3), 0.0)
+
+
+@pytest.mark.parametrize("name", ["yolo26n-graph", "ddpm-graph", "syncing"])
+def test_real_traces_are_complete(name: str) -> None:
+    timed_s = json.loads((REAL / f"{name}.facts.json").read_text())["in_a_row_s"]
+    coverage = check(read_trace(REAL / f"{name}.json.gz"), timed_s)
+    assert coverage is not None and 0.95 <= coverage <= 1.02
+
+
+def test_a_real_graph_without_a_fifth_of_its_kernels_is_refused() -> None:
+    trace = read_trace(REAL / "ddpm-graph.json.gz")
+    kept = tuple(
+        a for i, a in enumerate(trace.activities) if not len(trace.activities) * 0.4 < i < 0.6 * len(trace.activities)
+    )
+    thinned = Trace(trace.path, trace.source, trace.devices, kept, launches=trace.launches, ranges=trace.ranges)
+    with pytest.raises(EnvironmentUnusable, match="kernels are missing"):
+        check(thinned, 0.022137)
