@@ -28,11 +28,11 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 import _rows
-import ddpm
 from ridgeline.cudagraph import capture
 from ridgeline.errors import RidgelineError
 from ridgeline.models.yolo26 import YOLO26, fuse, randomise_
 from ridgeline.timing import gpu_state, time_callable
+from ridgeline.workloads import ddpm_ladder
 
 WARMUP_STEPS, TIMED_STEPS = 5, 30
 
@@ -51,8 +51,7 @@ class Subject:
 
 def ddpm_step(rung: str, *, operators: bool = False) -> Callable[[], Step]:
     def make() -> Step:
-        step, _ = ddpm.build(ddpm.BY_NAME[rung], batch=128, data=None, operators=operators)
-        return step
+        return ddpm_ladder.build(ddpm_ladder.BY_NAME[rung], ddpm_ladder.Conditions(), operators=operators).step
 
     return make
 
@@ -134,6 +133,8 @@ SUBJECTS = (
     Subject("ddpm-baseline", ddpm_step("writeup-0")),
     Subject("ddpm-graph", ddpm_step("writeup-5")),
     Subject("ddpm-graph-operators", ddpm_step("writeup-5", operators=True)),
+    Subject("ddpm-fused-norms", ddpm_step("fused-norms")),
+    Subject("ddpm-fused-norms-operators", ddpm_step("fused-norms", operators=True)),
     Subject("yolo26n-eager", yolo_step(graph=False), stacks=True),
     Subject("yolo26n-graph", yolo_step(graph=True), active=2),
     Subject("loader-bound", loader_bound_step, active=2, stacks=True),

@@ -129,6 +129,9 @@ def by_reference() -> Iterator[None]:
 def _nhwc(reference: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         y = reference(*args, **kwargs)
+        return tuple(map(placed, y)) if isinstance(y, tuple) else placed(y)
+
+    def placed(y: torch.Tensor) -> torch.Tensor:
         return y.contiguous(memory_format=torch.channels_last) if y.dim() == 4 else y.contiguous()
 
     return call

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.compile_fx import compile_fx
 
 from ridgeline.train_rewrites import BY_NAME
 
@@ -18,8 +17,15 @@ Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 def inductor(mode: str) -> Compiler:
     """Inductor, as torch.compile's `mode` sets it up."""
-    patches = {} if mode == "default" else torch._inductor.list_mode_options(mode)
-    return lambda graph_module, inputs: compile_fx(graph_module, inputs, config_patches=patches)
+
+    def compiler(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        # seconds to import, which steps that are not compiled need not wait for
+        from torch._inductor.compile_fx import compile_fx
+
+        patches = {} if mode == "default" else torch._inductor.list_mode_options(mode)
+        return compile_fx(graph_module, inputs, config_patches=patches)  # pyright: ignore[reportReturnType]
+
+    return compiler
 
 
 @dataclass

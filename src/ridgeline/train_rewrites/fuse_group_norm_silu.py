@@ -18,7 +18,6 @@ _MULTIPLIES = (operator.mul, torch.mul, operator.imul)
 # what casts its own operands under autocast, so that the dtype they come in does not matter
 _CASTING = (torch.conv2d, torch._C._nn.linear, F.linear, torch.matmul, torch.bmm)
 _VIEWS = ("flatten", "transpose", "permute", "reshape", "view", "unflatten")
-_OFFSETS = "_ridgeline_dropout_offsets"
 
 
 @dataclass
@@ -48,29 +47,25 @@ def apply(graph_module: fx.GraphModule) -> int:
             continue
         chains.append((node, _chain(node, x)))
     dropping = [chain for _, chain in chains if chain.p]
-    seed, offsets = _random_state(graph_module, len(dropping), chains[0][0] if dropping else None)
+    seeds = _seeds(graph, len(dropping), chains[0][0]) if dropping else None
     for node, chain in chains:
         given = arguments(node, F.group_norm)
+        x, was = value(given["input"]), value(chain.last)
+        assert x is not None and was is not None
         with graph.inserting_before(chain.last):
-            drawn = _getitem(graph, offsets, dropping.index(chain)) if chain.p else None
-            vectors = [
-                None if v is None else _getitem(graph, v, (slice(None), slice(None), 0, 0))
-                for v in (chain.scale, chain.shift)
-            ]
-            fused = graph.call_function(
+            vectors = [_flat(graph, chain.scale), _flat(graph, chain.shift)]
+            seed = _getitem(graph, seeds, slice(at := dropping.index(chain), at + 1)) if chain.p else None
+            new = graph.call_function(
                 group_norm_silu.OP.overload,
-                (given["input"], given["weight"], given["bias"], *vectors, seed if chain.p else None, drawn),
+                # a seed of its own tells each site's mask from the others', so the offset may be anything
+                (given["input"], given["weight"], given["bias"], *vectors, seed, seed),
                 {"groups": given["num_groups"], "eps": given["eps"], "act": chain.act, "p": chain.p},
             )
-            x, was = value(given["input"]), value(chain.last)
-            assert x is not None and was is not None
-            result = fused
             if was.dtype != x.dtype and not _cast_anyway(chain.last):
                 # autocast computes norms in fp32 and hands fp32 on: who reads that must still get it
-                result = graph.call_method("to", (fused, was.dtype))
-        for new in (fused, result):
-            new.meta["example_value"] = was
-        chain.last.replace_all_uses_with(result)
+                new = graph.call_method("to", (new, was.dtype))
+        new.meta["example_value"] = was
+        chain.last.replace_all_uses_with(new)
     finish(graph_module)
     return len(chains)
 
@@ -104,14 +99,20 @@ def _take(chain: _Chain, user: fx.Node, x: Tensor) -> bool:
     if chain.shift is not None or len(user.args) != 2 or user.kwargs:
         return False
     other = user.args[1] if user.args[0] is chain.last else user.args[0]
-    if user.target in _ADDS and is_channel_vector(other, x):
+    if user.target in _ADDS and _is_parameter(other, x):
         assert isinstance(other, fx.Node)
         chain.shift = other
         return True
-    if user.target in _MULTIPLIES and chain.scale is None and is_channel_vector(other, x):
+    if user.target in _MULTIPLIES and chain.scale is None and _is_parameter(other, x):
         chain.scale = _less_one(other)
         return chain.scale is not None
     return False
+
+
+def _is_parameter(node: Any, x: Tensor) -> bool:
+    """Whether a node is a scale or shift that the op takes for x."""
+    found = value(node)
+    return found is not None and is_channel_vector(node, x) and found.dtype in (torch.float32, x.dtype)
 
 
 def _less_one(node: Any) -> fx.Node | None:
@@ -133,23 +134,20 @@ def _cast_anyway(node: fx.Node) -> bool:
     return bool(node.users)
 
 
-def _random_state(
-    graph_module: fx.GraphModule, sites: int, first: fx.Node | None
-) -> tuple[fx.Node | None, fx.Node | None]:
-    """One draw for the whole graph, before its first norm, and an offset for each site that tells their masks apart."""
-    if first is None:
-        return None, None
-    x = value(first.args[0] if first.args else first.kwargs["input"])
+def _seeds(graph: fx.Graph, sites: int, first: fx.Node) -> fx.Node:
+    """One draw for the whole graph, before its first norm: a number for each site that drops."""
+    x = value(arguments(first, F.group_norm)["input"])
     assert x is not None
-    graph_module.register_buffer(_OFFSETS, torch.arange(sites, device=x.device), persistent=False)
-    with graph_module.graph.inserting_before(first):
-        limits = {"low": 0, "high": 2**62, "size": (1,), "dtype": torch.int64, "device": x.device}
-        seed = graph_module.graph.call_function(torch.randint, (), limits)
-        offsets = graph_module.graph.get_attr(_OFFSETS)
-    return seed, offsets
+    with graph.inserting_before(first):
+        limits = {"low": 0, "high": 2**62, "size": (sites,), "dtype": torch.int64, "device": x.device}
+        return graph.call_function(torch.randint, (), limits)
+
+
+def _flat(graph: fx.Graph, vector: fx.Node | None) -> fx.Node | None:
+    """[N, C, 1, 1] as [N, C]."""
+    return None if vector is None else _getitem(graph, vector, (slice(None), slice(None), 0, 0))
 
 
 def _getitem(graph: fx.Graph, node: fx.Node | None, index: Any) -> fx.Node:
     assert node is not None
-    index = slice(index, index + 1) if isinstance(index, int) else index
     return graph.call_function(operator.getitem, (node, index))

@@ -1,0 +1,165 @@
+"""Time the rungs of the training ladder, each in a process of its own: wall and GPU-busy time of a whole step.
+
+Warm-up steps and an untimed run, then runs of timed steps, synchronised between runs only, so that the host may run
+ahead as in training. Then traced steps, for the time in which the GPU works. A process of its own keeps what one rung
+compiles, allocates, traces or breaks from the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+
+from ridgeline.errors import EnvironmentUnusable, RidgelineError
+from ridgeline.overlap import length, union
+from ridgeline.own_process import call_apart, check_budget
+from ridgeline.timing import Timing, gpu_state, time_callable
+from ridgeline.workloads.ddpm_ladder import Conditions, Rung, Step, build
+
+BUDGET_S = 300.0
+
+# the host stands still in these until the GPU is done; the synchronisation that ends a trace is none of them
+_WAITS = frozenset({"cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"})
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How many steps are taken; by default the write-up's: 5 to warm up, 50 timed ones."""
+
+    warmup: int = 5
+    runs: int = 5
+    steps_a_run: int = 10
+    traced: int = 5
+
+    @property
+    def timed(self) -> int:
+        return self.runs * self.steps_a_run
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Of one step: seconds in which at least one kernel or copy ran, kernels, and waits of the host for the GPU."""
+
+    busy_s: float
+    kernels: float
+    waits: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a rung was timed; None where nobody says."""
+
+    device: str  # the GPU as its driver prints it, or "cpu"
+    driver: str | None
+    power_limit_w: float | None
+    torch: str
+    triton: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One rung on one machine. `timing` is of a run of several steps; `traced` is None without a GPU."""
+
+    rung: Rung
+    conditions: Conditions
+    protocol: Protocol
+    machine: Machine
+    timing: Timing
+    traced: Traced | None
+    findings: tuple[str, ...] = ()
+    rewrites: dict[str, int] = field(default_factory=dict)  # sites that the rung's rewrites changed
+
+    @property
+    def wall_s(self) -> float:
+        """Of one step, the median over the runs."""
+        return self.timing.median_s / self.protocol.steps_a_run
+
+    @property
+    def spread_s(self) -> float:
+        return self.timing.spread_s / self.protocol.steps_a_run
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A rung without numbers, why in one sentence, and the exit code that says so."""
+
+    rung: Rung
+    reason: str
+    exit_code: int
+
+
+def require_gpu() -> None:
+    """Raise EnvironmentUnusable where torch sees no GPU."""
+    if not torch.cuda.is_available():
+        raise EnvironmentUnusable(
+            "the ladder is timed on a GPU and torch sees none: run it on one, or ask `ridgeline doctor` why not; "
+            "`ridgeline roofline ddpm-cifar10 --train` says what the step costs"
+        )
+
+
+def climb(
+    rungs: Sequence[Rung], conditions: Conditions, protocol: Protocol = Protocol(), *, budget_s: float = BUDGET_S
+) -> Iterator[Measured | Missing]:
+    """Measure one rung after another, each given up after `budget_s` seconds, compilation included."""
+    check_budget(budget_s)
+    for rung in rungs:
+        try:
+            yield call_apart(partial(measure, rung, conditions, protocol), budget_s=budget_s)
+        except RidgelineError as error:
+            yield Missing(rung, str(error), error.exit_code)
+
+
+def measure(rung: Rung, conditions: Conditions, protocol: Protocol = Protocol()) -> Measured:
+    """Build a rung's step, time it, then trace it, in this process, which may be slow afterwards."""
+    built = build(rung, conditions)
+    for _ in range(protocol.warmup):
+        built.step()
+
+    def run() -> None:
+        for _ in range(protocol.steps_a_run):
+            built.step()
+
+    timing = time_callable(run, warmup=1, repeats=protocol.runs, method="host")
+    on_gpu = torch.device(conditions.device).type == "cuda"
+    traced = trace(built.step, protocol.traced) if on_gpu else None
+    return Measured(rung, conditions, protocol, _machine(on_gpu), timing, traced, built.findings, built.rewrites)
+
+
+def trace(step: Step, steps: int) -> Traced:
+    """Take so many steps under torch's profiler. Raises EnvironmentUnusable for a trace without GPU events."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    return counted(profile.events() or (), steps)
+
+
+def counted(events: Iterable[Any], steps: int) -> Traced:
+    """The profiler's events of `steps` steps, as of one step."""
+    events = list(events)
+    on_gpu = [e for e in events if e.device_type.name == "CUDA" and not e.is_user_annotation]
+    if not on_gpu:
+        raise EnvironmentUnusable("the trace has no GPU events: another profiler may hold the device, close it")
+    busy_us = length(union((e.time_range.start, e.time_range.end) for e in on_gpu))
+    return Traced(
+        busy_s=busy_us * 1e-6 / steps,
+        kernels=sum(not e.name.startswith("Mem") for e in on_gpu) / steps,  # Memcpy, Memset
+        waits=sum(e.name in _WAITS for e in events) / steps,
+    )
+
+
+def _machine(on_gpu: bool) -> Machine:
+    state = gpu_state() if on_gpu else None
+    return Machine(
+        device=torch.cuda.get_device_name() if on_gpu else "cpu",
+        driver=state.driver if state else None,
+        power_limit_w=state.power_limit_w if state else None,
+        torch=torch.__version__,
+        triton=triton.__version__,
+    )

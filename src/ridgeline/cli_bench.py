@@ -1,0 +1,77 @@
+"""The verb `bench` of the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+FORMATS = ("table", "json", "csv", "md")
+
+
+def add_commands(verbs: argparse._SubParsersAction) -> None:
+    """Register `bench`."""
+    text = "time a workload as it is tuned step by step"
+    bench = verbs.add_parser("bench", help=text, description=_sentence(text))
+    workloads = bench.add_subparsers(dest="workload", metavar="WORKLOAD", required=True)
+    _add_ddpm(workloads)
+
+
+def bench_ddpm(a: argparse.Namespace) -> int:
+    bench, ladder, table = _module("bench"), _module("workloads.ddpm_ladder"), _module("bench_table")
+    every = ladder.RUNGS if a.ladder else ladder.RUNGS[-1:]
+    rungs = ladder.chosen(a.rung) if a.rung else every
+    conditions = ladder.Conditions(batch=a.batch, data=a.data)
+    bench.require_gpu()
+    # what cannot be read or written is refused before minutes are spent, and the set is decoded for all rungs
+    if a.data is not None:
+        ladder.images_of(conditions)
+    if a.out is not None:
+        table.append_rows(a.out, ())
+    measured: list[Any] = []
+    missing: list[Any] = []
+    for result in bench.climb(rungs, conditions, budget_s=a.budget_s):
+        if isinstance(result, bench.Missing):
+            missing.append(result)
+            _say(f"{result.rung.name}: {result.reason}")
+            continue
+        measured.append(result)
+        row = table.ladder_rows(measured[-2:])[-1]
+        _say(table.line(row))
+        if a.out is not None:
+            table.append_rows(a.out, [row])
+    if measured:
+        print(table.render(measured, missing, a.format))
+    return missing[0].exit_code if missing else 0
+
+
+def _add_ddpm(workloads: argparse._SubParsersAction) -> None:
+    text = "the training step of the CIFAR-10 diffusion network: wall and GPU-busy time, and why they changed"
+    p = workloads.add_parser("ddpm", help=text, description=_sentence(text))
+    p.set_defaults(run=bench_ddpm)
+    p.add_argument(
+        "--ladder", action="store_true", help="the write-up's rungs, then ridgeline's own; default: the last rung alone"
+    )
+    p.add_argument("--rung", nargs="+", metavar="NAME", help="these, in this order; an unknown one lists them all")
+    p.add_argument("--data", type=Path, metavar="PATH", help="images, as for `train`; default: 50,000 random ones")
+    p.add_argument("--batch", type=int, default=128, help="images a step (default %(default)s)")
+    p.add_argument(
+        "--budget-s", type=float, default=300.0, metavar="SECONDS", help="for a rung, with compilation (default 300)"
+    )
+    p.add_argument("--format", choices=FORMATS, default="table")
+    p.add_argument("--out", type=Path, metavar="FILE", help="add a JSON object a rung to this file, as they come")
+
+
+def _say(text: str) -> None:
+    print(f"ridgeline bench: {text}", file=sys.stderr, flush=True)
+
+
+def _module(name: str) -> Any:
+    """A module of ridgeline, at the call: these load torch, and `ridgeline --help` must not."""
+    return import_module(f"ridgeline.{name}")
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:] + "."

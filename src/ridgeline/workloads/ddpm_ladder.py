@@ -1,0 +1,225 @@
+"""The ladder of a DDPM training step: the write-up's rungs 0 to 5, then this project's own, each changing one thing.
+
+A step is everything from asking the loader to the averaged weights: batch, forward, loss, backward, clip, AdamW, EMA.
+CIFAR-10 network (32 M parameters), bf16 autocast, fp32 weights. What is compiled is compiled on a GPU only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ridgeline.ema import Ema
+from ridgeline.errors import EnvironmentUnusable, NotEngaged, UsageError
+from ridgeline.models.ddpm_unet import UNet, UNetConfig
+from ridgeline.step_recipe import StepRecipe
+from ridgeline.train_step import TrainStep, compile_step
+from ridgeline.workloads.diffusion import linear_schedule, sample_timesteps, training_loss
+from ridgeline.workloads.image_sets import Images, load_images
+from ridgeline.workloads.loader import Batches
+from ridgeline.workloads.sampling import channels_last
+from ridgeline.workloads.settings import PRESETS
+
+RANDOM_IMAGES = 50_000  # as many as CIFAR-10 has to train on
+CLIP = 1.0
+WRITEUP_GPU = "RTX 4070"
+
+Step = Callable[[], object]
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One step of the ladder; each changes one thing of the rung before."""
+
+    name: str
+    change: str
+    writeup_s: float | None = None  # the write-up's own mean of 50 steps, on an RTX 4070 at locked clocks
+    channels_last: bool = True
+    reads_loss: bool = False
+    fused: bool = True
+    compiled: str = "loss"  # "model", or "loss": the noising and the loss with it
+    graph: str = "none"  # "inductor": one for each of forward and backward; "step": one over everything
+    one_pass: bool = False  # clip, AdamW and average in one kernel
+    rewrites: tuple[str, ...] = ()  # of the compiled graph
+
+
+RUNGS = (
+    Rung(
+        "writeup-0",
+        "compiled model, bf16 autocast",
+        0.15148,
+        channels_last=False,
+        reads_loss=True,
+        fused=False,
+        compiled="model",
+    ),
+    Rung("writeup-1", "channels-last weights and images", 0.14250, reads_loss=True, fused=False, compiled="model"),
+    Rung("writeup-2", "the loss is summed on the device, not read every step", 0.14087, fused=False, compiled="model"),
+    Rung("writeup-3", "fused AdamW", 0.13745, compiled="model"),
+    Rung("writeup-4", "noising and loss compiled too, reduce-overhead", 0.13593, graph="inductor"),
+    Rung("writeup-5", "one CUDA graph over the whole step (compile_step)", 0.13360, graph="step"),
+    Rung("one-pass", "clip, AdamW and average in one kernel", graph="step", one_pass=True),
+    Rung("nchw", "weights and images stay NCHW", graph="step", one_pass=True, channels_last=False),
+    Rung(
+        "fused-norms",
+        "GroupNorm, scale, shift, SiLU and dropout in one kernel each way",
+        graph="step",
+        one_pass=True,
+        rewrites=("expand_upsample", "fuse_group_norm_silu"),
+    ),
+)
+BY_NAME = {rung.name: rung for rung in RUNGS}
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What all rungs of a run share. Refuses with UsageError what cannot be.
+
+    data    images of any kind `load_images` reads, cropped and resized where need be; None: random ones
+    preset  network: "cifar10", or "tiny" to try the ladder on a CPU
+    """
+
+    batch: int = 128
+    data: Path | None = None
+    device: str = "cuda"
+    preset: str = "cifar10"
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise UsageError(f"ladder: batch must be at least 1, got {self.batch}")
+        if self.preset not in PRESETS:
+            raise UsageError(f"ladder: preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
+
+    @property
+    def network(self) -> UNetConfig:
+        return PRESETS[self.preset]
+
+
+@dataclass(frozen=True)
+class Built:
+    """`step()` takes one training step; the rest is what `compile_step` reports of it, empty on other rungs."""
+
+    step: Step
+    findings: tuple[str, ...] = ()
+    rewrites: dict[str, int] = field(default_factory=dict)  # sites changed, by name
+
+
+def chosen(names: Sequence[str]) -> tuple[Rung, ...]:
+    """The rungs of these names, in their order. Raises UsageError for a name that is none."""
+    for name in names:
+        if name not in BY_NAME:
+            raise UsageError(f"ladder: rung must be one of {', '.join(BY_NAME)}, got {name!r}")
+    return tuple(BY_NAME[name] for name in names)
+
+
+def images_of(conditions: Conditions) -> Images:
+    """The images of a run, uint8 [N, side, side, channels] as its network takes them."""
+    side, channels = conditions.network.image_size, conditions.network.in_channels
+    if conditions.data is None:
+        return np.random.default_rng(0).integers(0, 256, (RANDOM_IMAGES, side, side, channels), dtype=np.uint8)
+    images = load_images(conditions.data, size=side)
+    if images.shape[3] != channels:
+        raise UsageError(
+            f"ladder: '{conditions.data}' holds images of {images.shape[3]} channels, and the network takes {channels}:"
+            f" give colour images, or no --data for random ones"
+        )
+    return images
+
+
+def build(rung: Rung, conditions: Conditions, *, operators: bool = False) -> Built:
+    """The training step of a rung, from seed 0. Lets this process multiply fp32 in TF32, as the write-up does.
+
+    `operators`: launch what a captured step holds one by one, which is how a trace learns which kernel is whose.
+    Raises EnvironmentUnusable for a rung of CUDA graphs on another device, NotEngaged where the graph, the kernel or a
+    rewrite of the rung comes to nothing.
+    """
+    device = torch.device(conditions.device)
+    if rung.graph != "none" and device.type != "cuda":
+        raise EnvironmentUnusable(
+            f"rung {rung.name} is made of CUDA graphs, and the device is {device.type}: run it on a GPU, or name other "
+            f"rungs"
+        )
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    loader = Batches(images_of(conditions), conditions.batch, device=device)
+    model = UNet(conditions.network).to(device)
+    model = channels_last(model) if rung.channels_last else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, fused=True if rung.fused else None)
+    ema, loss = Ema(model), _loss(device)
+    if rung.graph != "step":
+        return Built(_plain_step(rung, loader, model, loss, optimizer, ema))
+    captured = _captured(rung, model, loss, optimizer, next(loader), ema)
+    one = captured.launch_operators if operators else captured
+    running = torch.zeros((), device=device)
+    report = captured.report
+    return Built(lambda: running.add_(one(next(loader))), tuple(map(str, report.findings)), report.rewrites)
+
+
+def _loss(device: torch.device) -> Loss:
+    """The training loss on clean images, at random time steps and noise."""
+    schedule = linear_schedule().to(device)
+
+    def loss(model: nn.Module, x0: Tensor) -> Tensor:
+        return training_loss(model, x0, sample_timesteps(x0.shape[0], schedule), torch.randn_like(x0), schedule)
+
+    return loss
+
+
+def _captured(
+    rung: Rung, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, batch: Tensor, ema: Ema
+) -> TrainStep:
+    """The whole step as one graph. A rung that would be another one under its name is an error."""
+    recipe = StepRecipe(
+        compile=rung.compiled,
+        channels_last=rung.channels_last,
+        rewrites=rung.rewrites,
+        optimizer_kernel="always" if rung.one_pass else "never",
+        require=True,
+    )
+    step = compile_step(model, loss, optimizer, batch, ema=ema, clip=CLIP, recipe=recipe)
+    for name in rung.rewrites:
+        if not step.report.rewrites.get(name):
+            raise NotEngaged(f"rung {rung.name}: the rewrite {name} found nothing to change in the step")
+    return step
+
+
+def _plain_step(
+    rung: Rung, loader: Batches, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, ema: Ema
+) -> Step:
+    """The write-up's loop."""
+    parameters = list(model.parameters())
+    device = parameters[0].device
+    layout = torch.channels_last if rung.channels_last else torch.contiguous_format
+    running = torch.zeros((), device=device)
+    read = 0.0
+    called: Any = model
+    forward = loss
+    # as in compile_step, a CPU's step stays uncompiled: it is there to show that the ladder works
+    if device.type == "cuda" and rung.compiled == "model":
+        called = torch.compile(model)
+    elif device.type == "cuda":
+        forward = torch.compile(loss, mode="reduce-overhead" if rung.graph == "inductor" else None)
+
+    def step() -> None:
+        nonlocal read
+        x0 = next(loader).contiguous(memory_format=layout)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            value = forward(called, x0)
+        value.backward()
+        if rung.reads_loss:
+            read += value.item()
+        else:
+            running.add_(value.detach())
+        nn.utils.clip_grad_norm_(parameters, CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        ema.update_(model)
+
+    return step
