@@ -121,7 +121,7 @@ def test_every_exit_code_is_listed():
 
 def test_completeness_checks_can_fail():
     text = read(REFERENCE)
-    assert undocumented_names(text, ["estimate", "explain"]) == ["explain"]
+    assert undocumented_names(text, ["estimate", "brew"]) == ["brew"]
     assert undocumented_names(text.replace("### `ridgeline.Cost`", ""), ["Cost", "CostMode"]) == ["Cost"]
     assert undocumented_fields(text.replace("`chain_length`", ""), "Report") == ["chain_length"]
     parser = argparse.ArgumentParser()
@@ -215,10 +215,10 @@ def test_example_checks_can_fail(tmp_path, monkeypatch):
 
     assert list(wrong_commands(console("ridgeline roofline yolo26n --rows 3  # three"))) == []
     assert list(wrong_commands(console("ridgeline roofline yolo26n --row-count 3"))) != []
-    assert list(wrong_commands(console("ridgeline explain run.json"))) == ["explain run.json"]
+    assert list(wrong_commands(console("ridgeline brew run.json"))) == ["brew run.json"]
     with pytest.raises(errors.UsageError):
         list(wrong_commands(console("ridgeline roofline yolo26n --gpu L41")))
-    assert wrong_verbs("`ridgeline roofline x`, `ridgeline explain`, `ridgeline --help`") == ["explain"]
+    assert wrong_verbs("`ridgeline roofline x`, `ridgeline brew`, `ridgeline --help`") == ["brew"]
     assert missing_make_targets("`make demo`, `make coffee`\n" + console("make tea")) == ["coffee", "tea"]
     monkeypatch.chdir(tmp_path)
     with pytest.raises(AssertionError):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ridgeline.explain import explain
+from ridgeline.explainer import explain
 from ridgeline.finding import Abstention, Edit, Finding, Saving
 from ridgeline.rules import RULES
 from ridgeline.step_view import Step

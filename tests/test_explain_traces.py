@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ridgeline.attribution import step_of
-from ridgeline.explain import Explanation, explain
+from ridgeline.explainer import Explanation, explain
 from ridgeline.trace_reader import read_trace
 from rules.steps_made import H200
 

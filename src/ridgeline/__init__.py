@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ridgeline import kernels as kernels
     from ridgeline import models as models
     from ridgeline import profiler as profiler
+    from ridgeline import profiling as profiling
     from ridgeline import recipe as recipe
     from ridgeline import report_html as report_html
     from ridgeline import report_text as report_text
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ridgeline import targets as targets
     from ridgeline import train_step as train_step
     from ridgeline import tuned as tuned
+    from ridgeline import tuning as tuning
     from ridgeline import verification as verification
     from ridgeline import workloads as workloads
     from ridgeline.compiler import Compiled as Compiled
@@ -35,14 +37,17 @@ if TYPE_CHECKING:
     from ridgeline.cost import CostMode as CostMode
     from ridgeline.cost import register_cost as register_cost
     from ridgeline.ema import Ema as Ema
+    from ridgeline.explaining import explain as explain
     from ridgeline.obstacles import preflight as preflight
+    from ridgeline.profile_record import Profile as Profile
     from ridgeline.profiler import estimate as estimate
+    from ridgeline.profiling import profile as profile
     from ridgeline.recipe import Recipe as Recipe
     from ridgeline.report import Report as Report
     from ridgeline.report import Row as Row
     from ridgeline.specs import DeviceSpec as DeviceSpec
     from ridgeline.specs import find_spec as find_spec
-    from ridgeline.step_program import StepRecipe as StepRecipe
+    from ridgeline.step_recipe import StepRecipe as StepRecipe
     from ridgeline.step_verifier import StepAgreement as StepAgreement
     from ridgeline.step_verifier import StepLimits as StepLimits
     from ridgeline.train_step import StepReport as StepReport
@@ -70,11 +75,15 @@ _HOME = {
     "compile_step": "ridgeline.train_step",
     "TrainStep": "ridgeline.train_step",
     "StepReport": "ridgeline.train_step",
-    "StepRecipe": "ridgeline.step_program",
+    "StepRecipe": "ridgeline.step_recipe",
     "StepAgreement": "ridgeline.step_verifier",
     "StepLimits": "ridgeline.step_verifier",
     "Ema": "ridgeline.ema",
     "preflight": "ridgeline.obstacles",
+    "Profile": "ridgeline.profile_record",
+    "profile": "ridgeline.profiling",
+    "explain": "ridgeline.explaining",
+    "mark_step": "ridgeline.step_marks",
 }
 _MODULES = frozenset(
     {
@@ -86,6 +95,7 @@ _MODULES = frozenset(
         "kernels",
         "models",
         "profiler",
+        "profiling",
         "recipe",
         "report_html",
         "report_text",
@@ -94,6 +104,7 @@ _MODULES = frozenset(
         "targets",
         "train_step",
         "tuned",
+        "tuning",
         "verification",
         "workloads",
     }

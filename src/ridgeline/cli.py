@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import ridgeline
-from ridgeline import cli_profile, cli_train
+from ridgeline import cli_bench, cli_profile, cli_train
 from ridgeline.errors import RidgelineError, UsageError, VerificationFailed
 
 if TYPE_CHECKING:
@@ -168,6 +168,7 @@ def _parser() -> argparse.ArgumentParser:
         add(verbs)
     cli_train.add_commands(verbs)
     cli_profile.add_commands(verbs)
+    cli_bench.add_commands(verbs)
     return parser
 
 

@@ -65,6 +65,11 @@ class Compiled:
         self(*inputs)
         return self._runner(inputs).replay(*inputs)
 
+    def launch_operators(self, *inputs: Tensor) -> Any:
+        """The kernels of the graph, launched one by one: for profilers, to which a graph's kernels have no operator."""
+        captured = self._runner(inputs).captured
+        return self(*inputs) if captured is None else captured.owner(*inputs)
+
     def save(self, path: str | Path) -> None:
         """Write everything that `load` needs to one file: graphs, weights, recipe, verdict, tuned configs."""
         self._check_weights()

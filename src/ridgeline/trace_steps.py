@@ -8,7 +8,7 @@ from itertools import chain, pairwise
 
 from ridgeline.trace import Range, Trace
 
-MARK = "ridgeline.step"  # of `ridgeline.mark_step()`
+MARK = "ridgeline.step"  # a record_function of this name around each step
 
 _PROFILER_STEP = re.compile(r"ProfilerStep#\d+")
 _OPTIMIZER_STEP = re.compile(r"Optimizer\.step#.*")

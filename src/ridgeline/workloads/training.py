@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ridgeline.ema import Ema
 from ridgeline.errors import EnvironmentUnusable, UsageError
 from ridgeline.models.ddpm_unet import UNet
+from ridgeline.step_marks import mark_step
 from ridgeline.step_recipe import StepRecipe
 from ridgeline.train_step import compile_step
 from ridgeline.workloads.checkpoint import (
@@ -259,6 +260,7 @@ class _Run:
                 lr = settings.lr * settings.lr_factor(self.done)
                 loss = step(next(self.batches))
                 scheduler.step()
+                mark_step()
                 self.done += 1
                 log.record(self.done, loss, lr, images=settings.batch, grad_norm=getattr(step, "grad_norm", None))
                 if self._is_due(settings.log_every):
