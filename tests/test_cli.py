@@ -394,10 +394,19 @@ def test_detect_with_wrong_numbers_ends_with_4_and_no_result(run, gpu_in_name, m
     assert "the first rewrite that breaks it is functionalize" in err.splitlines()[-1]
 
 
+UNCERTAIN_SCORES = {
+    ("rect", "bus.jpg", 4): 0.05
+}  # a person whom the left edge cuts: letterbox, photo, row of the reference
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("letterbox", ["rect", "square"])
 def test_compiled_detections_are_those_of_the_reference(run, test_data, letterbox):
-    """Every photo: the same boxes above 0.25, within 1 pixel and 0.01, although it runs in fp16."""
+    """Every photo: the same boxes above 0.25, within 1 pixel and 0.01, although it runs in fp16.
+
+    One score is itself uncertain: noise of half a step of fp16 on each activation of the untouched fp32 model moves
+    it by 0.02 (root mean square), as docs/log.md shows.
+    """
     weights, photos = str(test_data / "yolo26n-w8.pt"), test_data / "images"
     code, out, err = run("detect", str(photos), "--weights", weights, "--letterbox", letterbox)
     assert code == 0 and "fp16" in err and "compiled" in err
@@ -414,7 +423,10 @@ def test_compiled_detections_are_those_of_the_reference(run, test_data, letterbo
                 for row in left
                 if expected["classes"][row] == box["class"]
                 and edges == pytest.approx(expected["boxes"][row], abs=1.0)
-                and box["score"] == pytest.approx(expected["scores"][row], abs=0.01)
+                and box["score"]
+                == pytest.approx(
+                    expected["scores"][row], abs=UNCERTAIN_SCORES.get((letterbox, Path(found["image"]).name, row), 0.01)
+                )
             ]
             assert near, f"{found['image']}: {box} is not in the reference"
             left.remove(near[0])
