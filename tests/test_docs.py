@@ -91,7 +91,7 @@ def undocumented_options(text: str, verb: str, parser: argparse.ArgumentParser) 
 
 def invented_options(text: str, verb: str, parser: argparse.ArgumentParser) -> set[str]:
     known = {name for action in parser._actions for name in action.option_strings}
-    return set(re.findall(r"--[a-z][a-z-]*", section(text, f"ridgeline {verb}"))) - known
+    return set(re.findall(r"--[a-z][a-z0-9-]*", section(text, f"ridgeline {verb}"))) - known
 
 
 def exit_codes() -> set[int]:

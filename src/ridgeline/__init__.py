@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ridgeline import compiler as compiler
     from ridgeline import demo as demo
     from ridgeline import doctor as doctor
+    from ridgeline import fp8_text as fp8_text
     from ridgeline import kernels as kernels
     from ridgeline import models as models
     from ridgeline import profiler as profiler
@@ -92,6 +93,7 @@ _MODULES = frozenset(
         "compiler",
         "demo",
         "doctor",
+        "fp8_text",
         "kernels",
         "models",
         "profiler",

@@ -55,6 +55,12 @@ def main(argv: list[str] | None = None) -> int:
 def roofline(a: argparse.Namespace) -> int:
     spec = ridgeline.specs.choose_spec(a.gpu, default=DEFAULT_GPU)
     target = ridgeline.targets.resolve(a.model, batch=a.batch, train=a.train)
+    if a.fp8:
+        if a.html:
+            raise UsageError("--html draws the roofline, which --fp8 does not: leave one of them out")
+        plan = ridgeline.profiler.plan_fp8_target(target, spec, train=a.train, dtype=a.dtype, quantise=a.fp8)
+        print(ridgeline.fp8_text.render(plan, a.format, max_rows=a.rows))
+        return 0
     report = ridgeline.profiler.estimate_target(target, spec, train=a.train, dtype=a.dtype)
     if a.html:
         html = ridgeline.report_html
@@ -183,6 +189,14 @@ def _add_roofline(verbs: argparse._SubParsersAction) -> None:
     p.add_argument("--train", action="store_true", help="cost the training step: forward, backward, clip, AdamW, EMA")
     p.add_argument("--dtype", choices=DTYPES, help="default: fp16, with --train bf16 autocast")
     p.add_argument("--batch", type=int, help="images a step; default 1, for ddpm-cifar10 128")
+    p.add_argument(
+        "--fp8",
+        nargs="?",
+        choices=("static", "dynamic", "fused"),
+        const="static",
+        help="which layers and passes would gain from FP8 instead, quantised by a pass of known scale (default), by "
+        "two passes, or by the kernel before",
+    )
     p.add_argument("--format", choices=FORMATS, default="table")
     p.add_argument(
         "--rows", type=_count, default=20, help="layers shown in the table and md formats (default %(default)s)"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from ridgeline.ceilings import load_ceilings
-from ridgeline.cost import Cost, FusedKernel, Gemm, chain_length, fuse, trace_forward, trace_train_step, unfused
+from ridgeline.cost import Cost, FusedKernel, Gemm, Trace, chain_length, fuse, trace_forward, trace_train_step, unfused
 from ridgeline.errors import UsageError
+from ridgeline.fp8_plan import Fp8Plan, fp8_plan
 from ridgeline.report import Report, Row, UnknownOp
 from ridgeline.roofline import Waves, bound, waves
 from ridgeline.specs import DeviceSpec
@@ -40,17 +42,7 @@ def estimate(
     Raises UsageError where the forward pass depends on values, EnvironmentUnusable where the GPU lacks the dtype.
     """
     dtype = dtype or ("bf16" if train else "fp16")
-    if dtype not in DTYPES:
-        raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    if train:
-        autocast = DTYPES[dtype] if dtype in ("fp16", "bf16") else None
-        was_training = module.training
-        try:
-            trace = trace_train_step(module.train(), tuple(inputs), loss, dtype=autocast, tf32=dtype == "tf32")
-        finally:
-            module.train(was_training)
-    else:
-        trace = trace_forward(module, tuple(inputs), dtype=DTYPES[dtype], tf32=dtype == "tf32")
+    trace = _traced(module, inputs, train=train, loss=loss, dtype=dtype)
     kernels = fuse(trace.calls, results=trace.results)
     ceilings = load_ceilings(spec.name)
     return Report(
@@ -75,14 +67,50 @@ def estimate(
 
 def estimate_target(target: Target, spec: DeviceSpec, *, train: bool = False, dtype: str | None = None) -> Report:
     """`estimate` of what `targets.resolve` found. Raises UsageError where its forward pass fails on its inputs."""
-    try:
+    with _naming(target):
         return estimate(
             target.module, target.inputs, spec, train=train, loss=target.loss, dtype=dtype, subject=target.name
         )
-    except RuntimeError as error:  # what PyTorch raises for shapes that do not fit
+
+
+def plan_fp8_target(
+    target: Target, spec: DeviceSpec, *, train: bool = False, dtype: str | None = None, quantise: str = "static"
+) -> Fp8Plan:
+    """`fp8_plan` of what `targets.resolve` found, on measured ceilings where `doctor` left some for this GPU.
+
+    Raises UsageError where the forward pass fails on its inputs.
+    """
+    dtype = dtype or ("bf16" if train else "fp16")
+    with _naming(target):
+        trace = _traced(target.module, target.inputs, train=train, loss=target.loss, dtype=dtype)
+    ceilings = load_ceilings(spec.name)
+    return fp8_plan(trace.calls, spec.with_measured(ceilings.peaks) if ceilings else spec, quantise=quantise)
+
+
+@contextmanager
+def _naming(target: Target) -> Iterator[None]:
+    """What PyTorch raises for shapes that do not fit, as a sentence about the target."""
+    try:
+        yield
+    except RuntimeError as error:
         shapes = ", ".join(f"{list(tensor.shape)}" for tensor in target.inputs)
         reason = str(error).strip().partition("\n")[0]
         raise UsageError(f"{target.name}: the forward pass fails on inputs of shape {shapes}: {reason}") from error
+
+
+def _traced(
+    module: nn.Module, inputs: Sequence[Tensor], *, train: bool, loss: Callable[..., Tensor] | None, dtype: str
+) -> Trace:
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if train:
+        autocast = DTYPES[dtype] if dtype in ("fp16", "bf16") else None
+        was_training = module.training
+        try:
+            return trace_train_step(module.train(), tuple(inputs), loss, dtype=autocast, tf32=dtype == "tf32")
+        finally:
+            module.train(was_training)
+    return trace_forward(module, tuple(inputs), dtype=DTYPES[dtype], tf32=dtype == "tf32")
 
 
 def _rows(kernels: Sequence[FusedKernel], spec: DeviceSpec) -> tuple[Row, ...]:
