@@ -153,7 +153,7 @@ def test_facts_that_are_none_are_refused(tmp_path):
 
 def test_sources_come_from_a_trace_with_stacks(monkeypatch):
     steps = []
-    monkeypatch.setattr("ridgeline.explaining.explain", lambda step: (steps.append(step), ((), (), ()))[1])
+    monkeypatch.setattr("ridgeline.explainer.explain", lambda step: (steps.append(step), ((), (), ()))[1])
     explain(TRACES / "syncing.json.gz")
     known = steps[0]
     blank = replace(
@@ -162,7 +162,9 @@ def test_sources_come_from_a_trace_with_stacks(monkeypatch):
         syncs=tuple(replace(sync, source="") for sync in known.syncs),
     )
     assert any(kernel.source for kernel in known.kernels)
-    assert any(sync.source for sync in known.syncs)
+    # a frame's line is the first one of its function
+    assert {sync.source for sync in known.syncs} >= {"step (traces.py:115)"}
+    assert known.settings["traced_steps"] == "2"
     assert with_sources(blank, known) == known
     assert with_sources(known, blank) == known
 

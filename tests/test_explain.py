@@ -52,10 +52,10 @@ def test_order_is_worth_times_trust_over_effort():
 def test_equal_worth_keeps_the_catalogues_order():
     words = said(*(finding(rule, 100, gone(1)) for rule in ("W1", "K10", "K2", "L1", "H9")))
     findings, _, left_s = explain(ROW, rules=words)
-    assert rules_of(findings) == ["H9", "K2", "K10", "L1", "W1"]
-    assert [f.saving.mid_s for f in findings] == pytest.approx([100 * US, 0, 0, 0, 0])
+    assert rules_of(findings) == ["K2", "K10", "L1", "W1", "H9"]  # H9 leaves its saving to W1
+    assert [f.saving.mid_s for f in findings[:4]] == pytest.approx([100 * US, 0, 0, 0])
+    assert (findings[4].saving, findings[4].within) == (None, "W1")
     assert left_s == pytest.approx([900 * US] * 5)
-    assert "before it already" in findings[1].note and "already" not in findings[0].note
 
 
 def test_overlap_in_part_is_reckoned_anew_and_ranked_anew():
@@ -67,6 +67,7 @@ def test_overlap_in_part_is_reckoned_anew_and_ranked_anew():
     findings, _, left_s = explain(ROW, rules=words)
     assert rules_of(findings) == ["K1", "K3", "K2"]
     saving = findings[2].saving
+    assert "before it already" in findings[2].note and "already" not in findings[0].note
     assert (saving.low_s, saving.mid_s, saving.high_s) == pytest.approx((50 * US, 100 * US, 100 * US))
     assert left_s == pytest.approx([500 * US, 350 * US, 250 * US])
 
@@ -136,9 +137,18 @@ LAUNCH_BOUND = [piece for _ in range(100) for piece in (idle(10), work(5, lead=2
 
 def test_graph_and_launch_bound_do_not_count_twice():
     findings, _, left_s = explain(step(*LAUNCH_BOUND))
-    assert rules_of(findings)[:2] == ["W1", "H9"]
-    assert [f.saving.mid_s for f in findings[:2]] == pytest.approx([900 * US, 0.0], abs=1e-9)
-    assert left_s[1] == pytest.approx(600 * US)
+    assert rules_of(findings) == ["W1", "H9"]
+    assert findings[0].saving.mid_s == pytest.approx(900 * US)
+    assert (findings[1].saving, findings[1].within, findings[1].edit) == (None, "W1", Edit())
+    assert left_s == pytest.approx([600 * US] * 2)
+
+
+def test_a_wait_comes_before_the_graph_that_cannot_hold_it():
+    wait_, graph = finding("H5", 10, Edit(gaps={0: 390 * US})), finding("W1", 390, Edit(gaps={0: 10 * US}))
+    findings, _, left_s = explain(ROW, rules=said(graph, wait_))
+    assert rules_of(findings) == ["H5", "W1"]
+    assert [f.saving.mid_s for f in findings] == pytest.approx([10 * US, 380 * US])
+    assert left_s == pytest.approx([990 * US, 610 * US])
 
 
 def test_shorter_kernels_promise_nothing_for_certain_while_launches_set_the_pace():
@@ -156,6 +166,7 @@ def test_behind_the_fix_of_the_launches_shorter_kernels_count_in_full():
     findings, _, _ = explain(step(work(5), work(5), idle(10)), rules=said(shorter, launches))
     assert rules_of(findings) == ["H9", "K1"]
     assert findings[1].saving.low_s == pytest.approx(2 * US)
+    assert "hidden behind the host's launches today" in findings[1].note
 
 
 # --- the profiler's own time -----------------------------------------------------------------------------------------

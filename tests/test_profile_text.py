@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 import profiles_made
+from ridgeline.finding import Saving
 from ridgeline.profile_record import Calibration
-from ridgeline.profile_summary import limits
+from ridgeline.profile_summary import limits, roof_share
 from ridgeline.profile_text import FORMATS, render
 
 PROFILE = profiles_made.made()
@@ -41,6 +42,36 @@ def test_every_part_of_the_report_is_there_in_order():
     assert "L4 did not look: needs the tensors' strides" in said
     assert "ridgeline profile -- python train.py" in said
     assert "SM clock" in said
+
+
+def test_findings_with_nothing_left_are_named_together():
+    first, second, *rest = profiles_made.FINDINGS
+    spent = replace(second, saving=Saving(0.0, 0.0, 1e-6))
+    said = " ".join(render(profiles_made.made(findings=(first, spent, *rest))).split())
+    assert "Findings (4)" in said  # counted, but not told in full
+    assert f"besides nothing is left, after the fixes above, of H9 {spent.title}" in said
+    assert spent.wrong_if not in said and first.wrong_if in said
+
+
+def test_a_wait_is_told_however_little_it_saves():
+    first, _, wait, _ = profiles_made.FINDINGS
+    said = render(profiles_made.made(findings=(first, replace(wait, saving=Saving(0.0, 0.0, 1e-9)))))
+    assert wait.wrong_if in said and "nothing is left" not in said
+    assert "fix 2" not in said  # but it is no headline
+
+
+def test_a_saving_that_another_finding_counts_is_said_to_be_there():
+    launches = replace(profiles_made.FINDINGS[1], saving=None, within="W1")
+    assert "counted in W1's saving, effort M" in render(profiles_made.made(findings=(launches,)))
+
+
+def test_the_roof_is_unknown_where_most_kernels_have_none():
+    kernels = tuple(replace(row, of_roof=None) for row in PROFILE.kernels)
+    assert "of the roof  unknown: no formula or shapes for kernels that hold 100.0 %" in render(
+        replace(PROFILE, kernels=kernels)
+    )
+    assert roof_share(replace(PROFILE, kernels=kernels)) is None
+    assert roof_share(PROFILE) == pytest.approx(0.542, abs=1e-3)
 
 
 def test_the_waterfall_adds_up_to_the_step():

@@ -93,7 +93,7 @@ def test_the_host_timer_waits_for_the_gpu_on_both_sides(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: log.append("S"))
     monkeypatch.setattr(timing, "_evictor", lambda: lambda: log.append("E"))
-    monkeypatch.setattr(timing, "gpu_state", lambda: parse_gpu_state("T4, 535, 1590, 5001, 40, 60, 70, 3"))
+    monkeypatch.setattr(timing, "gpu_state", lambda: parse_gpu_state("T4, 535, 1590, 5001, 40, 60, 70, 3, 1590"))
     result = time_callable(lambda: log.append("a"), warmup=1, repeats=5, l2="cold", method="host")
     assert "".join(log) == "a" + "ESaS" * 5
     assert (result.clocks_mhz, result.temperature_c) == (1590, 40)
@@ -142,13 +142,14 @@ def test_differs_only_when_the_intervals_are_apart():
 
 def test_nvidia_smi_text():
     state = parse_gpu_state(
-        "NVIDIA H200, 580.159.04, 1980, 3201, 34, 118.52, 700.00, 0\nNVIDIA H200, 580, 1, 1, 1, 1, 1, 1\n"
+        "NVIDIA H200, 580.159.04, 1980, 3201, 34, 118.52, 700.00, 0, 1980\nNVIDIA H200, 580, 1, 1, 1, 1, 1, 1, 1\n"
     )
     assert state is not None
     assert (state.name, state.driver) == ("NVIDIA H200", "580.159.04")
     assert (state.sm_clock_mhz, state.memory_clock_mhz, state.temperature_c) == (1980, 3201, 34)
     assert (state.power_w, state.power_limit_w, state.utilization_percent) == (118.52, 700, 0)
-    unknown = parse_gpu_state("Orin, 540.4.0, [N/A], [N/A], [N/A], [Not Supported], [N/A], [N/A]")
+    assert state.sm_clock_max_mhz == 1980
+    unknown = parse_gpu_state("Orin, 540.4.0, [N/A], [N/A], [N/A], [Not Supported], [N/A], [N/A], [N/A]")
     assert unknown is not None
     assert (unknown.sm_clock_mhz, unknown.power_w) == (None, None)
     assert parse_gpu_state("No devices were found\n") is None
@@ -164,7 +165,7 @@ def _fake_nvidia_smi(folder, monkeypatch, script):
 
 
 def test_gpu_state_runs_nvidia_smi(tmp_path, monkeypatch):
-    _fake_nvidia_smi(tmp_path, monkeypatch, "echo 'Tesla T4, 535.1, 1590, 5001, 40, 60, 70, 3'")
+    _fake_nvidia_smi(tmp_path, monkeypatch, "echo 'Tesla T4, 535.1, 1590, 5001, 40, 60, 70, 3, 1590'")
     state = gpu_state()
     assert state is not None
     assert (state.name, state.utilization_percent) == ("Tesla T4", 3)

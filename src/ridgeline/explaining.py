@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from ridgeline.specs import ACCUMULATE, find_spec
 from ridgeline.step_view import Ceilings, Step, Sync
 from ridgeline.trace import Device, Trace
 from ridgeline.trace_reader import read_trace
+from ridgeline.trace_steps import step_windows
 from ridgeline.trace_stream import Progress
 
 _STATE = (
@@ -38,6 +40,7 @@ _STATE = (
     ("temperature", "temperature_c", "°C"),
     ("power limit", "power_limit_w", "W"),
 )
+_FRAME = re.compile(r"(?P<folder>.*/)?(?P<file>[^/<]+\.pyx?)\((?P<line>\d+)\): (?P<function>.*)")
 _SAVED = b'{"schema_version":'  # how `profile_json.write_profile` begins
 
 
@@ -87,6 +90,7 @@ def explained(trace: Trace, subject: Subject, *, gpu: str | None = None) -> Prof
     coverage = check(trace, facts.gpu_s if facts else None)
     ceilings = ceilings_of(trace.devices, gpu)
     settings = dict(facts.settings) if facts else {}
+    settings["traced_steps"] = str(len(step_windows(trace)))
     if coverage is not None:
         settings["coverage"] = str(coverage)
     step = step_of(
@@ -98,8 +102,10 @@ def explained(trace: Trace, subject: Subject, *, gpu: str | None = None) -> Prof
     )
     if facts and facts.parameters:
         step = replace(step, parameters=facts.parameters)
+    stacks = subject.stacks or trace
     if subject.stacks is not None:
-        step = with_sources(step, step_of(subject.stacks, ceilings=ceilings))
+        step = with_sources(step, step_of(stacks, ceilings=ceilings))
+    step = with_functions(step, stacks)
     environment = dict(facts.environment) if facts else {}
     if ceilings is None:
         # the tables ask for the name of a GPU that no ceilings name
@@ -165,6 +171,20 @@ def with_sources(step: Step, stacked: Step) -> Step:
     return replace(step, kernels=tuple(kernels), syncs=tuple(syncs))
 
 
+def with_functions(step: Step, stacks: Trace) -> Step:
+    """The step with its lines told as what they are, the first ones of functions: "step (train.py:115)"."""
+    functions: dict[str, str] = {}
+    for frame in stacks.frames:
+        if found := _FRAME.fullmatch(frame.name):
+            function = f"{found['function']} ({found['file']}:{found['line']})"
+            # lines of the step name a file by its path, of one outside the working folder by its last part
+            functions[f"{found['folder'] or ''}{found['file']}:{found['line']}"] = function
+            functions.setdefault(f"{found['file']}:{found['line']}", function)
+    kernels = (replace(kernel, source=functions.get(kernel.source, kernel.source)) for kernel in step.kernels)
+    syncs = (replace(sync, source=functions.get(sync.source, sync.source)) for sync in step.syncs)
+    return replace(step, kernels=tuple(kernels), syncs=tuple(syncs))
+
+
 def _wait(sync: Sync) -> tuple[str, str, str]:
     return sync.launch.name, sync.call.name if sync.call else "", sync.under
 
@@ -202,7 +222,8 @@ def _facts_of_one_step(data: Mapping[str, Any]) -> Facts:
     words = {"torch": data["torch"], "cuDNN": data["cudnn"], "driver": state.get("driver")}
     for name, key, unit in _STATE:
         words[name] = f"{state[key]:g} {unit}" if state.get(key) is not None else None
-    settings = {"torch": data["torch"], "sm_clock_mhz": state.get("sm_clock_mhz"), **data["settings"]}
+    clocks = {name: state.get(name) for name in ("sm_clock_mhz", "sm_clock_max_mhz")}
+    settings = {"torch": data["torch"], **clocks, **data["settings"]}
     return Facts(
         wall=WallTime(*(float(alone[name]) for name in ("median_s", "low_s", "high_s")), n=int(alone["n"])),
         seen=int(alone["n"]),

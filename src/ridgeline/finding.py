@@ -47,6 +47,7 @@ class Finding:
     source: str = ""  # file:line, where known
     edit: Edit = Edit()
     note: str = ""  # how the numbers came about
+    within: str = ""  # the rule whose saving counts this one's too: two sides of one thing
 
     def __post_init__(self) -> None:
         if self.effort not in EFFORTS or self.confidence not in CONFIDENCES:

@@ -22,9 +22,10 @@ from ridgeline.profile_summary import (
     limits,
     priced,
     roof_share,
-    saving_text,
     share_text,
+    spent,
     step_s,
+    worth_text,
 )
 from ridgeline.profile_svg import category_slots, dim_points, has_roofs, place, point_categories, roofline_plot
 from ridgeline.profile_timeline import timeline
@@ -185,13 +186,20 @@ def _findings(profile: Profile) -> str:
         return "<p>None.</p>" + _calibrations(profile)
     longest_s = max((_ends(finding)[-1] for finding in priced(profile)), default=0.0) or 1.0
     shown = profile.findings[:MAX_FINDINGS]
-    articles = "".join(_finding(index, finding, longest_s, profile.remaining_s) for index, finding in enumerate(shown))
+    gone = spent(profile)
+    articles = "".join(
+        _finding(index, finding, longest_s, profile.remaining_s)
+        for index, finding in enumerate(shown)
+        if finding not in gone
+    )
+    names = text("; ".join(f"{finding.rule} {finding.title}" for finding in gone))
+    nothing = f'<p class="note">Nothing is left, after the fixes above, of {names}.</p>' if gone else ""
     hidden = len(profile.findings) - len(shown)
     more = f'<p class="note">{hidden} more, of lower rank, are in the JSON.</p>' if hidden else ""
     note = (
         "Ranked by what they save. A bar runs from the least to the most a fix may save; the mark is the likely value."
     )
-    return f'<p class="note">{note}</p>{articles}{more}{_calibrations(profile)}'
+    return f'<p class="note">{note}</p>{articles}{nothing}{more}{_calibrations(profile)}'
 
 
 def _finding(index: int, finding: Finding, longest_s: float, remaining_s: tuple[float, ...]) -> str:
@@ -201,7 +209,7 @@ def _finding(index: int, finding: Finding, longest_s: float, remaining_s: tuple[
         where = ";".join(f"--{name}:{end_s / longest_s * 100:.3g}%" for name, end_s in ends)
         scale = f'<div class="scale" style="{where}"></div>'
     left = f"; {units.seconds(remaining_s[index])} left with all fixes so far" if index < len(remaining_s) else ""
-    worth = f"{saving_text(finding.saving)}, {effort(finding)}, {finding.confidence}{left}"
+    worth = f"{worth_text(finding)}, {effort(finding)}, {finding.confidence}{left}"
     verb = f" <code>{_short(finding.verb)}</code>" if finding.verb else ""
     return (
         f'<article class="finding" id="finding-{index}"><h4><span class="rule">{text(finding.rule)}</span> '

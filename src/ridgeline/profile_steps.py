@@ -226,8 +226,9 @@ def settings(*, on_gpu: bool, state: GpuState | None) -> dict[str, str]:
             "memory_peak_bytes": torch.cuda.max_memory_allocated(),
             "memory_total_bytes": torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
         }
-    if state is not None and state.sm_clock_mhz is not None:
-        found["sm_clock_mhz"] = state.sm_clock_mhz
+    if state is not None:
+        clocks = {"sm_clock_mhz": state.sm_clock_mhz, "sm_clock_max_mhz": state.sm_clock_max_mhz}
+        found |= {name: value for name, value in clocks.items() if value is not None}
     return {name: str(value) for name, value in found.items()}
 
 

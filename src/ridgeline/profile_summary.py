@@ -9,6 +9,10 @@ from ridgeline.finding import Finding, Saving
 from ridgeline.profile_record import Calibration, KernelRow, Profile, WallTime
 from ridgeline.report import ABSENT
 
+MOSTLY = 0.5  # of the kernel time: with more of it unknown, nothing is said of the whole
+WEIGHTY = 0.005  # of a step: less is no headline, for repeated timings differ by about as much
+NOTHING = 0.0005  # of a step: findings that save less at most, after those before them, are named together
+WAITS = ("H5", "H6", "H7", "H8")  # told in full however little they save: they forbid a graph
 ABOVE_ROOF = 1.05  # of its roofline time a kernel cannot take less by measurement error alone
 EFFORT_WORDS = {"S": "a flag or a line", "M": "an edit", "L": "a kernel or a restructuring"}
 
@@ -19,9 +23,17 @@ def step_s(profile: Profile) -> float:
 
 
 def roof_share(profile: Profile) -> float | None:
-    """Sum of the kernels' roofline times over the step; None without ceilings."""
+    """Sum of the kernels' roofline times over the step; None where most of the kernel time has no roof."""
     step = step_s(profile)
-    return profile.floor_s / step if profile.floor_s is not None and step else None
+    if profile.floor_s is None or not step or unroofed_share(profile) > MOSTLY:
+        return None
+    return profile.floor_s / step
+
+
+def unroofed_share(profile: Profile) -> float:
+    """Part of the kernel time for which no formula knows the work."""
+    total_s = sum(row.total_s for row in profile.kernels)
+    return sum(row.total_s for row in profile.kernels if row.of_roof is None) / total_s if total_s else 0.0
 
 
 def busy_share(profile: Profile) -> float | None:
@@ -35,14 +47,21 @@ def priced(profile: Profile) -> tuple[Finding, ...]:
     return tuple(finding for finding in profile.findings if finding.saving)
 
 
+def spent(profile: Profile) -> tuple[Finding, ...]:
+    """The priced findings of which those before them leave nothing worth a word."""
+    floor_s = NOTHING * step_s(profile)
+    return tuple(f for f in priced(profile) if f.saving and f.saving.high_s < floor_s and f.rule not in WAITS)
+
+
 def headline(profile: Profile) -> tuple[tuple[str, str], ...]:
     """(label, text) pairs: the step, how busy the GPU is, how far its roof is, and the three fixes worth most."""
     facts = [("subject", profile.subject), ("step", step_text(profile)), ("GPU busy", busy_text(profile))]
     if profile.idle:
         facts.append(("GPU idle", f"{units.seconds(sum(profile.idle.values()))}: {_largest(profile.idle)}"))
     facts.append(("of the roof", roof_text(profile)))
-    for number, finding in enumerate(priced(profile)[:3], 1):
-        worth = f"{saving_text(finding.saving)}, {effort(finding)}"
+    weighty = [f for f in priced(profile) if f.saving and f.saving.mid_s >= WEIGHTY * step_s(profile)]
+    for number, finding in enumerate((weighty or priced(profile))[:3], 1):
+        worth = f"{worth_text(finding)}, {effort(finding)}"
         facts.append((f"fix {number}", f"{finding.rule} {finding.title}: {worth}"))
     if not priced(profile):
         facts.append(("fixes", "no finding names a saving"))
@@ -80,6 +99,8 @@ def busy_text(profile: Profile) -> str:
 def roof_text(profile: Profile) -> str:
     if profile.floor_s is None:
         return "unknown: no ceilings for this GPU"
+    if (unknown := unroofed_share(profile)) > MOSTLY:
+        return f"unknown: no formula or shapes for kernels that hold {units.percent(unknown)} of the kernel time"
     ceilings = "measured ceilings" if profile.peaks_measured else "data sheet's ceilings"
     return f"{share_text(roof_share(profile))}: these kernels need {units.seconds(profile.floor_s)} on the {ceilings}"
 
@@ -89,6 +110,11 @@ def saving_text(saving: Saving | None) -> str:
     if saving is None:
         return "saving unknown"
     return f"saves {duration(saving.mid_s)} ({duration(saving.low_s)} to {duration(saving.high_s)})"
+
+
+def worth_text(finding: Finding) -> str:
+    """A finding's saving, or which finding counts it."""
+    return f"counted in {finding.within}'s saving" if finding.within else saving_text(finding.saving)
 
 
 def effort(finding: Finding) -> str:
@@ -114,11 +140,9 @@ def limits(profile: Profile) -> tuple[str, ...]:
         f"{units.percent(profile.attributed_share)} of the kernel time has an operator and "
         f"{units.percent(profile.module_share)} a module; of the rest nobody knows where it came from."
     ]
-    total_s = sum(row.total_s for row in profile.kernels)
-    unroofed_s = sum(row.total_s for row in profile.kernels if row.of_roof is None)
-    if unroofed_s:
+    if unroofed := unroofed_share(profile):
         lines.append(
-            f"Kernels that hold {units.percent(unroofed_s / total_s)} of the kernel time have no roofline: "
+            f"Kernels that hold {units.percent(unroofed)} of the kernel time have no roofline: "
             "they count in the roof at their own time."
         )
     lines += [f"{name.replace('_', ' ').capitalize()}: {value}." for name, value in profile.extra.items()]

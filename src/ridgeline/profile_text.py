@@ -16,9 +16,10 @@ from ridgeline.profile_summary import (
     evidence_text,
     headline,
     limits,
-    saving_text,
     share_text,
+    spent,
     spread,
+    worth_text,
 )
 from ridgeline.report import ABSENT, count_text, one_line
 from ridgeline.text_tables import Column, Section, markdown, terminal
@@ -90,9 +91,15 @@ def _sections(profile: Profile, max_rows: int) -> list[Section]:
 
 def _findings(profile: Profile) -> Section:
     facts: list[tuple[str, str]] = []
+    gone = spent(profile)
     for index, finding in enumerate(profile.findings):
+        if finding in gone:
+            continue
         facts += [("", "")] if facts else []
         facts += _finding_facts(finding, profile.remaining_s[index] if index < len(profile.remaining_s) else None)
+    if gone:
+        named = "; ".join(f"{finding.rule} {finding.title}" for finding in gone)
+        facts += [("", ""), ("besides", f"nothing is left, after the fixes above, of {named}")]
     return Section(f"Findings ({len(profile.findings)})", facts=facts or [("", "none")])
 
 
@@ -100,7 +107,7 @@ def _finding_facts(finding: Finding, remaining_s: float | None) -> list[tuple[st
     left = f"; {units.seconds(remaining_s)} left with all fixes so far" if remaining_s is not None else ""
     return [
         (finding.rule, finding.title),
-        ("worth", f"{saving_text(finding.saving)}, {effort(finding)}, {finding.confidence}{left}"),
+        ("worth", f"{worth_text(finding)}, {effort(finding)}, {finding.confidence}{left}"),
         ("fix", f"{finding.fix} {finding.verb}".rstrip()),
         ("wrong if", finding.wrong_if),
         ("evidence", evidence_text(finding)),

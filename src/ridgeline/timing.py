@@ -103,10 +103,11 @@ class GpuState:
     power_w: float | None
     power_limit_w: float | None
     utilization_percent: float | None
+    sm_clock_max_mhz: float | None = None
 
 
 # in GpuState's order
-_QUERY = "name,driver_version,clocks.sm,clocks.mem,temperature.gpu,power.draw,power.limit,utilization.gpu"
+_QUERY = "name,driver_version,clocks.sm,clocks.mem,temperature.gpu,power.draw,power.limit,utilization.gpu,clocks.max.sm"
 
 
 def gpu_state(device: int | None = None) -> GpuState | None:

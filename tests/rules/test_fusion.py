@@ -166,6 +166,33 @@ def test_max_pooling_with_indices():
     assert not only(movement.pooling_indices, step(plain, conv(500)))
 
 
+def test_eager_noise_is_one_chain_with_its_lookups_and_the_gaps_between():
+    noise, table = (128, 3, 32, 32), (1000,)
+    names = (
+        ("index", "index", table),
+        ("mul", "pointwise", noise),
+        ("index", "index", table),
+        ("add", "pointwise", noise),
+    )
+    kernels = [work(2, category=kind, call=op(f"aten::{name}", dims), bytes=3e6) for name, kind, dims in names]
+    pieces = [piece for kernel in kernels for piece in (kernel, idle(20))]
+    (finding,) = only(fusion.pointwise_chains, step(*pieces, conv(500)))
+    assert finding.title.startswith("4 small passes stand in 1 chain")
+    # three gaps lie within the chain; the one behind it stays
+    assert sum(20 * US - left_s for left_s in finding.edit.gaps.values()) == pytest.approx(60 * US)
+    compiled = [work(2, "triton_poi_fused_mul_0", call=op("triton_poi_fused_mul_0", noise)) for _ in range(9)]
+    assert not only(fusion.pointwise_chains, step(*compiled, conv(500)))  # a compiler has judged these
+
+
+def test_biases_that_a_compiler_split_off_are_additions():
+    whole, bias = (8, 64, 32, 32), (64,)
+    added = work(30, call=op("triton_poi_fused__to_copy_convolution_8", whole, bias))
+    residual = work(30, call=op("triton_poi_fused__to_copy_add_convolution_28", whole, bias, whole, bias))
+    (finding,) = only(fusion.separate_additions, step(conv(400), added, conv(400), residual))
+    assert finding.title.startswith("1 bias addition and 1 residual addition")
+    assert finding.saving.mid_s == pytest.approx((30 + 30 * 2 / 3) * US)
+
+
 @pytest.mark.parametrize("rule", [fusion.pointwise_chains, fusion.separate_additions, movement.pooling_indices])
 def test_without_shapes_a_rule_says_what_it_needs(rule):
     pool = work(90, "max_pool_forward", category="pool", op="aten.max_pool2d_with_indices")

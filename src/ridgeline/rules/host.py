@@ -14,6 +14,7 @@ from ridgeline.rules._rule import (
     LATE_S,
     LAUNCH_CAUSES,
     MOST_EVIDENCE,
+    STALL_S,
     closed,
     gap_evidence,
     gap_total,
@@ -30,7 +31,7 @@ from ridgeline.step_view import Gap, Step, Sync
 
 _BUSY = 0.85  # part of the step that the GPU works in a step that is not bound by launches
 _QUEUED_GAP_S = 5e-6  # between kernels that are already queued; longer ones have another cause
-_STALL_S = 200e-6  # a gap that long is no launch
+_STEPS_WITHOUT_ENDS = 2  # traced steps from which one is followed by another
 _INPUT_BYTES = 1024  # a smaller upload is a constant made within the step, not its images or labels
 _ALLOCATIONS = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost", "cudaMallocHost", "cuMemAlloc", "cuMemFree")
 
@@ -128,11 +129,15 @@ def allocations(step: Step) -> Iterable[Finding | Abstention]:
 def python_stalls(step: Step) -> Iterable[Finding | Abstention]:
     """H14: the GPU idles long while the host is in no operator and no CUDA call: logging, plots, garbage collection.
 
-    Holds for stalls that come with every step; a rare one may have fallen into the step that was traced.
+    Holds for stalls that come with every step; a rare one may have fallen into the step that was traced. Abstains where
+    the trace has one step alone: what lies at its ends is the profiler's as likely as the loop's.
     """
-    long = [i for i, gap in enumerate(step.gaps) if gap.cause in LAUNCH_CAUSES and gap.duration_s >= _STALL_S]
+    long = [i for i, gap in enumerate(step.gaps) if gap.cause in LAUNCH_CAUSES and gap.duration_s >= STALL_S]
     if long and not step.calls:
         yield Abstention("H14", "the trace has no operators of the host: record the CPU's activities beside the GPU's")
+        return
+    if long and "traced_steps" in step.settings and number(step, "traced_steps") < _STEPS_WITHOUT_ENDS:
+        yield Abstention("H14", "the trace holds one step, whose ends are the profiler's own: trace two or more")
         return
     spans = _host_spans(step)
     stalls = [index for index in long if not _is_filled(step.gaps[index], _end_s(step, step.gaps[index]), spans)]

@@ -20,12 +20,16 @@ _EMA_BYTES = 12.0
 _MANY = 50  # launches from which one a tensor is the likely reason
 _FEW_FILLS = 20  # fewer are somebody's own buffers
 _STREAMED = 0.8  # part of the bandwidth that a fused update reaches
-# without the number of parameters: a foreach Adam moves some 76 bytes a parameter, a fused one 28
-_FUSED_SHARE = 0.4
+# without the number of parameters: a foreach Adam moves 76 to 80 bytes a parameter, a fused one 28
+_FUSED_SHARE = 28 / 76
+_LEAST_SHARE = 28 / 80
+# in one pass with the optimizer gradients are scaled as they are read, and the average need not read the weights
+_KEPT_OF_AVERAGE = 8 / 12
 _LISTED = re.compile(r"multi_tensor_apply|multitensorapply", re.IGNORECASE)
 _FUSED = re.compile(r"fused_?(adam|sgd|optimi)|^update_kernel$|^scalars_kernel$", re.IGNORECASE)
 _CLIPPING = re.compile(r"lp_?norm|amp_|nonfinite|clip", re.IGNORECASE)
 _AVERAGING = frozenset(("mul_", "add_", "lerp_", "mul", "add", "sub", "sub_", "copy_", "lerp"))
+_AVERAGING_LISTS = frozenset(("_fused_sgd_", "_foreach_lerp_", "_foreach_add_"))
 _CLEARING = frozenset(("zero_", "fill_", "zeros_like"))
 
 
@@ -76,7 +80,7 @@ def unfused_foreach(step: Step) -> Iterator[Finding]:
         title=f"the optimizer passes over its tensors in {len(found)} kernels, {units.seconds(exposed_of(found))}",
         fix="Pass fused=True to the optimizer: one pass. In a CUDA graph its learning rate must be a tensor.",
         verb=COMPILE_STEP,
-        saving=saving_of(step, edit),
+        saving=saving_of(step, edit, high_s=exposed_of(found) * (1 - _LEAST_SHARE) + _gaps_s(step, found)),
         effort="S",
         confidence="modelled",
         wrong_if="the dtype has no fused kernel (complex), or another hook reads gradients between the passes",
@@ -87,12 +91,14 @@ def unfused_foreach(step: Step) -> Iterator[Finding]:
 
 
 def looped_average(step: Step) -> Iterator[Finding]:
-    """K10: the moving average of the weights is a loop over parameters, one or two tiny kernels each.
+    """K10: the moving average of the weights is a loop over parameters, or a pass beside the optimizer's.
 
-    Holds where at least 50 such kernels run outside forward, backward and optimizer in a training step.
+    A loop where at least 50 tiny kernels run outside forward, backward and optimizer in a training step. Passes over
+    lists of tensors there, without the gradients' norm, are those of the clip and of the average.
     """
     found = _averaging(step)
     if not found:
+        yield from _passes_beside(step)
         return
     edit, note = _one_pass(step, found, _EMA_BYTES)
     if not notable(step, freed_s(step, edit)):
@@ -109,6 +115,34 @@ def looped_average(step: Step) -> Iterator[Finding]:
         evidence=evidence(found),
         edit=edit,
         note=note,
+    )
+
+
+def _passes_beside(step: Step) -> Iterator[Finding]:
+    beside = [kernel for kernel in step.kernels if kernel.phase == "other" and _LISTED.search(kernel.activity.name)]
+    beside = [kernel for kernel in beside if step.trained and "norm" not in called(kernel)]
+    scaling = [kernel for kernel in beside if called(kernel) == "_foreach_mul_"]
+    averaging = [kernel for kernel in beside if called(kernel) in _AVERAGING_LISTS]
+    if not averaging:
+        return
+    found = [*scaling, *averaging]
+    edit = without_kernels(step, scaling)
+    edit = Edit({**edit.seconds, **{k.activity.id: _KEPT_OF_AVERAGE * k.seconds for k in averaging}}, edit.gaps)
+    if not notable(step, freed_s(step, edit)):
+        return
+    yield Finding(
+        rule="K10",
+        title=f"clip and average pass over the parameters beside the optimizer: {len(found)} kernels,"
+        f" {units.seconds(exposed_of(found))}",
+        fix="Scale the gradients and update the average where the optimizer has them in registers: in one kernel.",
+        verb="ridgeline.compile_step(…, ema=ridgeline.Ema(model), clip=…)",
+        saving=saving_of(step, edit, high_s=exposed_of(found)),
+        effort="S",
+        confidence="modelled",
+        wrong_if="the lists are not those of a clip and an average",
+        evidence=evidence(found),
+        edit=edit,
+        note="the clip's pass goes, the average keeps 8 of its 12 bytes a parameter",
     )
 
 

@@ -18,6 +18,7 @@ COVERED = (0.95, 1.02)  # kernel time over event-timed GPU time, within which a 
 _LOADING = ("cuModuleLoad", "cuLibraryLoad", "cuLinkCreate", "Runtime Triggered Module Loading")
 _FULL_CLOCK = 0.93  # of the highest: GPUs hold a little less under load
 _SPREAD = 1.0  # standard deviation of launch times over their mean, from which on the host is disturbed
+_SEVERAL = 2  # graphs of a step
 _ROOMY = 0.5  # part of memory in use, below which a larger batch is worth trying
 _VALIDATION = 0.2  # part of the run, from which on validation is worth a thought
 _NO_THROTTLE = ("", "none", "not active")
@@ -105,23 +106,25 @@ def disturbed_host(step: Step) -> Iterable[Finding | Abstention]:
 
 
 def many_graphs(step: Step) -> Iterable[Finding | Abstention]:
-    """W2: several CUDA graphs of one step, with memory reserved well beyond what is in use.
+    """W2: several CUDA graphs replayed in one step, with memory reserved well beyond what is in use.
 
-    Holds for graphs of the same code in other shapes; costs memory, not time.
+    Holds for graphs that each keep a pool of their own; costs memory, not time.
     """
-    if not any(kernel.in_graph for kernel in step.kernels):
+    graphs = sum("GraphLaunch" in launch.name for launch in step.launches)
+    if graphs < _SEVERAL:
         return
-    names = ("graphs", "memory_reserved_bytes", "memory_allocated_bytes")
+    names = ("memory_reserved_bytes", "memory_allocated_bytes")
     missing = tuple(unset("W2", step, names, remedy="take the profile with `ridgeline profile`"))
     yield from missing
     if missing:
         return
-    graphs, reserved, allocated = (number(step, name) for name in names)
-    if graphs < 2 or reserved <= 2 * allocated:
+    reserved, allocated = (number(step, name) for name in names)
+    if reserved <= 2 * allocated:
         return
     yield Finding(
         rule="W2",
-        title=f"{graphs:.0f} CUDA graphs hold {units.nbytes(reserved)}, of which {units.nbytes(allocated)} are in use",
+        title=f"{graphs} CUDA graphs a step, and {units.nbytes(reserved)} of memory reserved, of which"
+        f" {units.nbytes(allocated)} are in use",
         fix="Let the graphs share one memory pool, and bucket the shapes.",
         verb="ridgeline.compile_step" if step.trained else "ridgeline.compile",
         saving=None,
@@ -193,11 +196,9 @@ def memory_headroom(step: Step) -> Iterable[Finding | Abstention]:
 def validation_share(step: Step) -> Iterable[Finding | Abstention]:
     """W5: validation takes a large part of the run.
 
-    Holds for whole runs; a profile of a few training steps does not see it.
+    Holds for whole runs whose facts say so (`validation_share`); a profile of training steps never does, and is silent.
     """
-    missing = tuple(unset("W5", step, ("validation_share",), remedy="a profile of training steps does not see it"))
-    yield from missing
-    if missing or number(step, "validation_share") < _VALIDATION:
+    if "validation_share" not in step.settings or number(step, "validation_share") < _VALIDATION:
         return
     yield Finding(
         rule="W5",

@@ -1,8 +1,9 @@
 """H5-H8: the host waits for the GPU within the step, and the GPU then waits for the host.
 
-The wait itself is mostly real work of the GPU: removing it saves the bubble behind it, and at most the gaps that follow
-until the host has launches queued again. All four hold where the host runs ahead of the GPU otherwise; a host that is
-late anyway is late without the wait too.
+The wait itself is mostly real work of the GPU. What removing it saves is replayed (`_pace`): the host goes on
+launching, and the idle time behind the wait closes as far as its launches are queued by then. Where no replay fits, it
+is the bubble, and at most the gaps that follow until launches are queued again. A host that is late anyway is late
+without the wait too: such a wait saves little now, and is told because it forbids a graph.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ridgeline import units
-from ridgeline.finding import Abstention, Edit, Finding
+from ridgeline.finding import Abstention, Edit, Finding, Saving
+from ridgeline.rules._pace import Pace, pace_of
 from ridgeline.rules._rule import (
     LATE_S,
     LAUNCH_CAUSES,
@@ -29,6 +31,7 @@ from ridgeline.step_view import Gap, Step, Sync
 _READS = {"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::allclose"}
 # of a step: less than of other findings, for a wait also forbids a graph and grows with a slower host
 _NOTABLE_WAIT = 0.001
+_SURE = 0.6  # part of a bubble that goes with the wait for certain
 _CHECKS_GRADIENTS = "non_finite_check_and_unscale"  # of the gradient scaler
 _FIRST_CLIP_WITHOUT_SYNC = (1, 10)  # of PyTorch
 
@@ -130,16 +133,38 @@ class _Advice:
 
 
 def _by_place(step: Step, advice: _Advice) -> Iterable[Finding]:
-    """One finding for each place in the program whose waits cost something."""
+    """One finding for each place in the program whose waits cost something, or would if the host were not late."""
     places: dict[str, list[Sync]] = {}
     for sync in step.syncs:
         if kind_of(step, sync) == advice.rule and not _ends_step(step, sync):
             places.setdefault(_place(sync), []).append(sync)
+    pace = pace_of(step) if places else None
     for syncs in places.values():
-        yield from _finding(step, advice, syncs)
+        cost = _replayed(step, pace, syncs) if pace else _bubbles(step, syncs)
+        if cost.saving.high_s + cost.hidden_s >= _NOTABLE_WAIT * step.duration_s:
+            yield _finding(step, advice, syncs, cost)
 
 
-def _finding(step: Step, advice: _Advice, syncs: list[Sync]) -> Iterable[Finding]:
+@dataclass(frozen=True)
+class _Cost:
+    saving: Saving
+    edit: Edit
+    hidden_s: float  # what the GPU would idle behind the waits if they found it at work: the host is late now
+    note: str
+
+
+def _replayed(step: Step, pace: Pace, syncs: list[Sync]) -> _Cost:
+    edit, saved_s = pace.without(syncs)
+    bubble_s, waited_s = sum(sync.bubble_s for sync in syncs), sum(sync.waited_s for sync in syncs)
+    hidden_s = sum(pace.catch_up_s(sync) for sync in syncs if not sync.bubble_s)
+    # the least: work of the host that does not fit beside the GPU's; the bubble itself is certain
+    least_s = max(_SURE * bubble_s, saved_s / 2)
+    note = "the launches replayed without the wait"
+    note += f", whose {units.seconds(waited_s)} are mostly real work of the GPU" if bubble_s else ""
+    return _Cost(saving(least_s, saved_s, saved_s + bubble_s, cap_s=step.idle_s), edit, hidden_s, note)
+
+
+def _bubbles(step: Step, syncs: list[Sync]) -> _Cost:
     lost: dict[int, float] = {}  # by index of the gap: several waits may stand before one
     for sync in syncs:
         index = bubble_of(step, sync)
@@ -148,36 +173,43 @@ def _finding(step: Step, advice: _Advice, syncs: list[Sync]) -> Iterable[Finding
             lost_s = sync.bubble_s or sync.waited_s
             lost[index] = min(lost.get(index, 0.0) + lost_s, step.gaps[index].duration_s)
     lost_s = sum(lost.values())
-    most_s = lost_s + _refill_s(step, lost)
-    if lost_s <= 0.0 or most_s < _NOTABLE_WAIT * step.duration_s:
-        return
     # recorded waits tell exactly when the host went on; the runtime call's end is later than that
-    exact = "cuda_sync_events" in step.options
-    low, mid = (0.6, 0.9) if exact else (0.3, 0.8)
+    low, mid = (_SURE, 0.9) if "cuda_sync_events" in step.options else (0.3, 0.8)
+    waited_s = sum(sync.waited_s for sync in syncs)
+    return _Cost(
+        saving=saving(low * lost_s, mid * lost_s, lost_s + _refill_s(step, lost), cap_s=step.idle_s),
+        edit=Edit(gaps={index: step.gaps[index].duration_s - mid * lost[index] for index in lost}),
+        hidden_s=0.0,
+        note=f"the bubble after the wait, not the {units.seconds(waited_s)} of waiting; at most also the gaps until "
+        "launches are queued again",
+    )
+
+
+def _finding(step: Step, advice: _Advice, syncs: list[Sync], cost: _Cost) -> Finding:
     largest = sorted(syncs, key=lambda sync: (-sync.bubble_s, -sync.waited_s, sync.launch.id))
     first = largest[0]
     name = first.call.name.replace("_local_scalar_dense", "item") if first.call else first.launch.name
-    place = f" at {first.source}" if first.source else f" in {first.under}" if first.under else ""
-    bubble_s, waited_s = sum(sync.bubble_s for sync in syncs), sum(sync.waited_s for sync in syncs)
-    then = f"the GPU then idles {units.seconds(bubble_s)}" if bubble_s else "the GPU is idle already"
-    how = (
-        f"the bubble after the wait, not the {units.seconds(waited_s)} of waiting"
-        if bubble_s
-        else "the host's own time"
-    )
-    yield Finding(
+    place = f" in {first.source or first.under}" if first.source or first.under else ""
+    bubble_s = sum(sync.bubble_s for sync in syncs)
+    then, note = f"the GPU then idles {units.seconds(bubble_s)}", cost.note
+    if not bubble_s and cost.saving.mid_s < _NOTABLE_WAIT * step.duration_s:
+        then = "hidden today, for the GPU is idle already"
+        note += f"; were the GPU at work by then, it would idle {units.seconds(cost.hidden_s)}" if cost.hidden_s else ""
+    elif not bubble_s:
+        then = "the GPU is idle already under the profiler, and at work without it"
+    return Finding(
         rule=advice.rule,
         title=f"{name}{place} {advice.what}, {plural(len(syncs), 'time')} a step: {then}",
         fix=advice.fix if first.source else f"{advice.fix} A profile with stacks names the line.",
         verb=advice.verb,
-        saving=saving(low * lost_s, mid * lost_s, most_s, cap_s=step.idle_s),
+        saving=cost.saving,
         effort=advice.effort,
         confidence="modelled",
         wrong_if=advice.wrong_if,
         evidence=tuple(sync.launch.id for sync in largest[:MOST_EVIDENCE]),
         source=first.source,
-        edit=Edit(gaps={index: step.gaps[index].duration_s - mid * lost[index] for index in lost}),
-        note=f"{how}; at most also the gaps until launches are queued again",
+        edit=cost.edit,
+        note=note,
     )
 
 
