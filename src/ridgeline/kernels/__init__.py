@@ -8,6 +8,7 @@ from ridgeline.kernels import (
     conv_pair_chain,
     depthwise_conv2d_act,
     detect_topk,
+    group_norm_silu,
     letterbox_conv_act,
     max_pool_chain,
     upsample_concat_conv_act,
@@ -25,6 +26,7 @@ ALL = (
     max_pool_chain.OP,
     attention_position.OP,
     detect_topk.OP,
+    group_norm_silu.OP,
 )
 
 # the op behind a graph node's target, whether it returns its result or writes it

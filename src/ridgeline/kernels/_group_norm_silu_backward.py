@@ -1,0 +1,225 @@
+"""Device code of group_norm_silu's backward; names and axes are those of _group_norm_silu.py.
+
+With u the argument of the activation and xh = (x - mean) rstd, g = dropout(dy) act'(u) is the gradient of u, and
+
+    dx = rstd (w g - (S1 + xh S2) / m),   w = gamma (1 + scale),   S1, S2 = sums over a group of w g and w g xh
+
+where m counts a group's elements. All gradients of parameters follow from the sums over pixels of g and g xh.
+"""
+
+# In a kernel a constexpr stands for its value, which the type checker cannot know.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ridgeline.kernels._group_norm_silu import (
+    affine,
+    after,
+    combine,
+    drop,
+    keep_scale,
+    load_slab,
+    place,
+    random_stream,
+    statistics,
+    tile_at,
+    to_channels,
+    to_groups,
+)
+from ridgeline.kernels._op import INTERPRETED
+
+_IN_ASSEMBLY = tl.constexpr(not INTERPRETED)
+
+
+@triton.jit
+def backward_kernel(
+    dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, residual_ptr, sums_ptr, dx_ptr,
+    HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
+    SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """dx of one slab and its sums [N, 1, 2, C] fp32, with the slabs of x and dy in registers."""
+    n, slab, _ = place(C, K * CG, 1)
+    stream = random_stream(seed_ptr, offset_ptr)
+    x = load_slab(x_ptr, n, slab, HW, C, K * CG, BLOCK_P, BLOCK_C, PIECES)
+    dy = load_slab(dy_ptr, n, slab, HW, C, K * CG, BLOCK_P, BLOCK_C, PIECES)
+    # here, where registers are still free; the scale is left to the coefficients, for in 16 bits it would round
+    kept = ()
+    for piece in tl.static_range(PIECES):
+        kept_pc = drop(dy[piece], stream, n, slab, piece * BLOCK_P, C, K * CG, DROPPED)
+        kept = kept + (kept_pc,)  # noqa: RUF005 - Triton cannot unpack
+    weight_c, bias_c = affine(gamma_ptr, beta_ptr, scale_ptr, shift_ptr, n, slab, K * CG, SCALE_ROW, SHIFT_ROW, BLOCK_C)
+    # from x once more instead of from memory: it is here anyway
+    mean_c, rstd_c = statistics(x, kept, HW, CG, K, KP, EPS, PIECES)
+    # Centring 16-bit elements is left to the coefficients: two additions fewer an element, and what fp32 then loses by
+    # a mean far from zero is a thousandth of what the elements themselves lost.
+    centre_c = mean_c
+    if x[0].dtype.primitive_bitwidth == 16:
+        centre_c = tl.full((BLOCK_C,), 0, tl.float32)
+    slope_c = weight_c * rstd_c
+    bias_c += (centre_c - mean_c) * slope_c
+    first_pc = tl.full((BLOCK_P, BLOCK_C), 0, tl.float32)
+    second_pc = tl.full((BLOCK_P, BLOCK_C), 0, tl.float32)
+    g = ()
+    done_pc = kept[PIECES - 1]
+    for piece in tl.static_range(PIECES):
+        centred_pc = after(x[piece], done_pc) - centre_c[None, :]
+        g_pc = after(kept[piece], done_pc) * _slope(centred_pc * slope_c[None, :] + bias_c[None, :], ACT)
+        # padding has dy = 0, so g = 0
+        first_pc += g_pc
+        second_pc += g_pc * centred_pc
+        # kept in the dtype of dy until dx is made, as PyTorch's kernels hand it on; the sums had all of its digits
+        done_pc = g_pc.to(kept[piece].dtype)
+        g = g + (done_pc,)  # noqa: RUF005 - Triton cannot unpack
+    first_c = tl.sum(first_pc, 0) * keep_scale(DROPPED)
+    second_c = (tl.sum(second_pc, 0) * keep_scale(DROPPED) + (centre_c - mean_c) * first_c) * rstd_c
+    _store_sums(sums_ptr + n.to(tl.int64) * (2 * C), first_c, second_c, slab, C, K * CG, BLOCK_C)
+    a_c, b_c, d_c = _coefficients(first_c, second_c, weight_c, rstd_c, HW * CG, CG, KP)
+    a_c *= keep_scale(DROPPED)
+    d_c += (centre_c - mean_c) * b_c
+    for piece in tl.static_range(PIECES):
+        at_pc, inside_pc = tile_at(n, slab, piece * BLOCK_P, HW, C, K * CG, BLOCK_P, BLOCK_C)
+        centred_pc = after(x[piece], done_pc) - centre_c[None, :]
+        dx_pc = a_c[None, :] * after(g[piece], done_pc) - centred_pc * b_c[None, :] - d_c[None, :]
+        if residual_ptr is not None:
+            dx_pc += tl.load(residual_ptr + at_pc, mask=inside_pc, other=0.0).to(tl.float32)
+        done_pc = dx_pc.to(x[piece].dtype)
+        tl.store(dx_ptr + at_pc, done_pc, mask=inside_pc)
+
+
+@triton.jit
+def backward_sums_kernel(
+    dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, partial_ptr, sums_ptr,
+    HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
+    SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr,
+    PARTS: tl.constexpr, TILES: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr,
+    PARTS_P: tl.constexpr,
+):  # fmt: skip
+    """The sums of one part of a slab: sums [N, PARTS, 2, C] fp32."""
+    n, slab, part = place(C, K * CG, PARTS)
+    stream = random_stream(seed_ptr, offset_ptr)
+    weight_c, bias_c = affine(gamma_ptr, beta_ptr, scale_ptr, shift_ptr, n, slab, K * CG, SCALE_ROW, SHIFT_ROW, BLOCK_C)
+    mean_c, rstd_c = combine(partial_ptr, n, slab, HW, C, CG, K, PARTS, TILES * BLOCK_P, BLOCK_C, KP, PARTS_P, EPS)
+    first_c = tl.full((BLOCK_C,), 0, tl.float32)
+    second_c = tl.full((BLOCK_C,), 0, tl.float32)
+    for tile in range(TILES):
+        first = (part * TILES + tile) * BLOCK_P
+        at_pc, inside_pc = tile_at(n, slab, first, HW, C, K * CG, BLOCK_P, BLOCK_C)
+        centred_pc = tl.load(x_ptr + at_pc, mask=inside_pc, other=0.0).to(tl.float32) - mean_c[None, :]
+        g_pc = tl.load(dy_ptr + at_pc, mask=inside_pc, other=0.0).to(tl.float32)
+        g_pc = drop(g_pc * keep_scale(DROPPED), stream, n, slab, first, C, K * CG, DROPPED)
+        g_pc *= _slope(centred_pc * (weight_c * rstd_c)[None, :] + bias_c[None, :], ACT)
+        first_c += tl.sum(g_pc, 0)
+        second_c += tl.sum(g_pc * centred_pc, 0)
+    row = sums_ptr + (n * PARTS + part).to(tl.int64) * (2 * C)
+    _store_sums(row, first_c, second_c * rstd_c, slab, C, K * CG, BLOCK_C)
+
+
+@triton.jit
+def backward_apply_kernel(
+    dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, residual_ptr, partial_ptr,
+    sums_ptr, dx_ptr,
+    HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
+    SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr,
+    PARTS: tl.constexpr, TILES: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr,
+    PARTS_P: tl.constexpr,
+):  # fmt: skip
+    """dx of one part of a slab, from the sums of all parts."""
+    n, slab, part = place(C, K * CG, PARTS)
+    stream = random_stream(seed_ptr, offset_ptr)
+    weight_c, bias_c = affine(gamma_ptr, beta_ptr, scale_ptr, shift_ptr, n, slab, K * CG, SCALE_ROW, SHIFT_ROW, BLOCK_C)
+    mean_c, rstd_c = combine(partial_ptr, n, slab, HW, C, CG, K, PARTS, TILES * BLOCK_P, BLOCK_C, KP, PARTS_P, EPS)
+    i = tl.arange(0, PARTS_P)[:, None]
+    c = tl.arange(0, BLOCK_C)[None, :]
+    inside = (i < PARTS) & (c < K * CG)
+    row = sums_ptr + n.to(tl.int64) * (PARTS * 2 * C) + i * (2 * C) + slab * (K * CG) + c
+    first_c = tl.sum(tl.load(row, mask=inside, other=0.0), 0)
+    second_c = tl.sum(tl.load(row + C, mask=inside, other=0.0), 0)
+    a_c, b_c, d_c = _coefficients(first_c, second_c, weight_c, rstd_c, HW * CG, CG, KP)
+    for tile in range(TILES):
+        first = (part * TILES + tile) * BLOCK_P
+        at_pc, inside_pc = tile_at(n, slab, first, HW, C, K * CG, BLOCK_P, BLOCK_C)
+        x_pc = tl.load(x_ptr + at_pc, mask=inside_pc, other=0.0)
+        centred_pc = x_pc.to(tl.float32) - mean_c[None, :]
+        g_pc = tl.load(dy_ptr + at_pc, mask=inside_pc, other=0.0).to(tl.float32)
+        g_pc = drop(g_pc * keep_scale(DROPPED), stream, n, slab, first, C, K * CG, DROPPED)
+        g_pc *= _slope(centred_pc * (weight_c * rstd_c)[None, :] + bias_c[None, :], ACT)
+        dx_pc = a_c[None, :] * g_pc - centred_pc * b_c[None, :] - d_c[None, :]
+        if residual_ptr is not None:
+            dx_pc += tl.load(residual_ptr + at_pc, mask=inside_pc, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + at_pc, dx_pc.to(x_pc.dtype), mask=inside_pc)
+
+
+@triton.jit
+def parameters_kernel(
+    sums_ptr, gamma_ptr, beta_ptr, scale_ptr, dgamma_ptr, dbeta_ptr, dscale_ptr, dshift_ptr, n_count,
+    C: tl.constexpr, PARTS: tl.constexpr, SCALE_ROW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Gradients of gamma, beta, scale and shift from the sums, in one fixed order; a program takes BLOCK_C channels."""
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    gamma_c = tl.load(gamma_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+    beta_c = tl.load(beta_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+    dgamma_nc = tl.full((BLOCK_N, BLOCK_C), 0, tl.float32)
+    dbeta_nc = tl.full((BLOCK_N, BLOCK_C), 0, tl.float32)
+    for block in range(tl.cdiv(n_count, BLOCK_N)):
+        n = (block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None].to(tl.int64)
+        inside = (n < n_count) & (c < C)[None, :]
+        first_nc = tl.full((BLOCK_N, BLOCK_C), 0, tl.float32)
+        second_nc = tl.full((BLOCK_N, BLOCK_C), 0, tl.float32)
+        for part in range(PARTS):
+            row = sums_ptr + (n * PARTS + part) * (2 * C) + c[None, :]
+            first_nc += tl.load(row, mask=inside, other=0.0)
+            second_nc += tl.load(row + C, mask=inside, other=0.0)
+        if dshift_ptr is not None:
+            tl.store(dshift_ptr + n * C + c[None, :], first_nc.to(dshift_ptr.dtype.element_ty), mask=inside)
+        if scale_ptr is not None:
+            dscale_nc = gamma_c[None, :] * second_nc + beta_c[None, :] * first_nc
+            tl.store(dscale_ptr + n * C + c[None, :], dscale_nc.to(dscale_ptr.dtype.element_ty), mask=inside)
+            scale_nc = 1.0 + tl.load(scale_ptr + n * SCALE_ROW + c[None, :], mask=inside, other=0.0).to(tl.float32)
+            first_nc *= scale_nc
+            second_nc *= scale_nc
+        dgamma_nc += second_nc
+        dbeta_nc += first_nc
+    tl.store(dgamma_ptr + c, tl.sum(dgamma_nc, 0).to(dgamma_ptr.dtype.element_ty), mask=c < C)
+    tl.store(dbeta_ptr + c, tl.sum(dbeta_nc, 0).to(dbeta_ptr.dtype.element_ty), mask=c < C)
+
+
+@triton.jit
+def _coefficients(first_c, second_c, weight_c, rstd_c, COUNT: tl.constexpr, CG: tl.constexpr, KP: tl.constexpr):
+    """(a, b, d) of dx = a g - b (x - mean) - d."""
+    s1_c = to_channels(to_groups(first_c * weight_c, CG, KP), CG, first_c.shape[0])
+    s2_c = to_channels(to_groups(second_c * weight_c, CG, KP), CG, first_c.shape[0])
+    return weight_c * rstd_c, rstd_c * rstd_c * s2_c / COUNT, rstd_c * s1_c / COUNT
+
+
+@triton.jit
+def _store_sums(row, first_c, second_c, slab, C: tl.constexpr, WIDTH: tl.constexpr, BLOCK_C: tl.constexpr):
+    c = tl.arange(0, BLOCK_C)
+    tl.store(row + slab * WIDTH + c, first_c, mask=c < WIDTH)
+    tl.store(row + C + slab * WIDTH + c, second_c, mask=c < WIDTH)
+
+
+@triton.jit
+def _slope(u, ACT: tl.constexpr):
+    """Derivative of the activation at u: s (1 + u (1 - s)) with s = sigmoid(u) for SiLU."""
+    slope = tl.full(u.shape, 1.0, tl.float32)
+    if ACT == "silu":
+        if _IN_ASSEMBLY:
+            # 1 / (1 + 2^(-u log2 e)), as in `activate`
+            s = tl.inline_asm_elementwise(
+                """{
+                .reg .f32 t;
+                mul.f32 t, $1, 0fBFB8AA3B;
+                ex2.approx.ftz.f32 t, t;
+                add.f32 t, t, 0f3F800000;
+                rcp.approx.ftz.f32 $0, t;
+                }""",
+                "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1,
+            )  # fmt: skip
+        else:
+            s = tl.sigmoid(u)
+        slope = s * (1.0 + u * (1.0 - s))
+    return slope

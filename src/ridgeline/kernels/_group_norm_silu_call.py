@@ -1,0 +1,381 @@
+"""Calls of group_norm_silu and its backward: what may be given, how it is tiled, and the meaning in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+
+from ridgeline.kernels._conv import FLOATS, INT32_ELEMENTS
+from ridgeline.kernels._group_norm_silu import ROUNDS, statistics_kernel
+from ridgeline.kernels._nhwc import ACTIVATIONS, cdiv, next_power_of_2, random_nhwc
+from ridgeline.kernels._op import Launch, Sample, Target, nearest_first
+
+RANDOM_STEPS = 2**16  # values of the random bits that one element gets
+_MOST_CANDIDATES = 32
+_MOST_PARTS = 256  # of a sample: every program of the second pass reads the statistics of all of them
+_REGISTERS = 65_536  # of a multiprocessor
+_WORKING = 32  # registers a thread beside the elements that it holds
+# Of each tensor in one pass: several slabs then share a multiprocessor, so that one loads while another stores. Many
+# elements a thread, because the coefficients of its channels take registers too.
+_SLAB_BYTES, _SLAB_REGISTERS = 32 * 1024, 32
+_TILE_BYTES, _TILE_REGISTERS = 8 * 1024, 8  # of each tensor in two passes, where nothing waits in registers
+_ROW_BYTES = 32  # the unit in which memory is read and written: a slab's share of a pixel should fill it
+
+
+@dataclass(frozen=True)
+class Call:
+    """One forward call, checked. Fields are the op's arguments."""
+
+    name: ClassVar[str] = "group_norm_silu"
+    held: ClassVar[int] = 1  # tensors in registers at a time
+
+    x: Tensor
+    gamma: Tensor
+    beta: Tensor
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+    seed: Tensor | None = None
+    offset: Tensor | None = None
+    groups: int = 32
+    eps: float = 1e-5
+    act: str = "silu"
+    p: float = 0.0
+
+    def __post_init__(self) -> None:
+        x = self.x
+        if x.dim() != 4 or 0 in x.shape[1:]:
+            self.refuse(f"x must have 4 axes and a pixel and a channel, got shape {tuple(x.shape)}")
+        if x.dtype not in FLOATS:
+            self.refuse(f"x must be one of fp32, fp16, bf16, got {x.dtype}", TypeError)
+        if self.groups < 1 or x.shape[1] % self.groups:
+            self.refuse(f"groups must divide the {x.shape[1]} channels of x, got {self.groups}")
+        if self.act not in ACTIVATIONS:
+            self.refuse(f"act must be one of {', '.join(ACTIVATIONS)}, got {self.act!r}")
+        if not 0.0 <= self.p < 1.0:
+            self.refuse(f"p must be in [0, 1), got {self.p}")
+        if self.eps < 0.0:
+            self.refuse(f"eps must not be negative, got {self.eps}")
+        if x[:1].numel() >= INT32_ELEMENTS:
+            self.refuse(f"a sample of x must have less than 2^31 elements, got shape {tuple(x.shape)}")
+        self.check_map("x", x)
+        n, c = x.shape[:2]
+        for name, shape in (("gamma", (c,)), ("beta", (c,)), ("scale", (n, c)), ("shift", (n, c))):
+            self._check_parameter(name, getattr(self, name), shape)
+        for name in ("seed", "offset"):
+            self._check_random(name, getattr(self, name))
+        for name in ("gamma", "beta", "scale", "shift", "seed", "offset"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.device != x.device:
+                self.refuse(f"{name} must be on {x.device} like x, got {tensor.device}")
+
+    @property
+    def pixels(self) -> int:
+        return self.x.shape[2] * self.x.shape[3]
+
+    @property
+    def group_channels(self) -> int:
+        return self.x.shape[1] // self.groups
+
+    def check_map(self, name: str, tensor: Tensor) -> None:
+        """Refuse a map that is not like x and channels_last."""
+        if tensor.shape != self.x.shape or tensor.dtype != self.x.dtype:
+            shape = tuple(self.x.shape)
+            self.refuse(f"{name} must be {self.x.dtype} of shape {shape}, got {tensor.dtype} {tuple(tensor.shape)}")
+        if not tensor.is_contiguous(memory_format=torch.channels_last):
+            self.refuse(
+                f"{name} must be channels_last, got strides {tensor.stride()} for shape {tuple(tensor.shape)}: "
+                f"use .contiguous(memory_format=torch.channels_last)"
+            )
+
+    def parameters(self) -> dict[str, Tensor | None]:
+        """The kernels' arguments for all but the maps."""
+        return {
+            "gamma_ptr": self.gamma, "beta_ptr": self.beta, "scale_ptr": self.scale, "shift_ptr": self.shift,
+            "seed_ptr": self.seed if self.p else None, "offset_ptr": self.offset if self.p else None,
+        }  # fmt: skip
+
+    def constants(self) -> dict[str, int | float | str]:
+        """The kernels' constants but those of `Config`."""
+        return {
+            "SCALE_ROW": 0 if self.scale is None else self.scale.stride(0),
+            "SHIFT_ROW": 0 if self.shift is None else self.shift.stride(0),
+            "EPS": self.eps, "ACT": self.act, "DROPPED": values_dropped(self.p),
+        }  # fmt: skip
+
+    def refuse(self, text: str, kind: type[Exception] = ValueError) -> NoReturn:
+        raise kind(f"{self.name}: {text}")
+
+    def _check_parameter(self, name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
+        if tensor is None:
+            return
+        if tuple(tensor.shape) != shape or tensor.dtype not in (torch.float32, self.x.dtype):
+            self.refuse(
+                f"{name} must be fp32 or {self.x.dtype} of shape {shape}, got {tensor.dtype} {tuple(tensor.shape)}"
+            )
+        if shape[-1] > 1 and tensor.stride(-1) != 1:
+            self.refuse(f"{name} must have adjacent channels, got strides {tensor.stride()}: use .contiguous()")
+
+    def _check_random(self, name: str, tensor: Tensor | None) -> None:
+        if tensor is None:
+            if self.p:
+                self.refuse(f"p of {self.p} needs seed and offset, one int64 each on the device of x")
+        elif tensor.dtype != torch.int64 or tensor.numel() != 1:
+            self.refuse(f"{name} must be one int64, got {tensor.dtype} of shape {tuple(tensor.shape)}", TypeError)
+
+
+@dataclass(frozen=True)
+class BoundedLaunch(Launch):
+    """A launch whose kernel is compiled to at most `max_registers` a thread, so that more programs run side by side."""
+
+    max_registers: int = 255
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {**super().options, "maxnreg": self.max_registers}
+
+
+@dataclass(frozen=True)
+class BackwardCall(Call):
+    """One backward call, checked: the forward's arguments, the gradient of y, and one to add to that of x."""
+
+    name: ClassVar[str] = "group_norm_silu_backward"
+    held: ClassVar[int] = 2
+
+    dy: Tensor | None = None
+    residual: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dy is None:
+            self.refuse("dy, the gradient of y, must be given")
+        self.check_map("dy", self.dy)
+        if self.residual is not None:
+            self.check_map("residual", self.residual)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A program takes whole `groups` and tiles of `pixels`; where a tile holds a sample's pixels, one launch is all."""
+
+    groups: int
+    pixels: int
+    num_warps: int
+
+    def is_valid(self, call: Call, target: Target) -> bool:  # noqa: ARG002 - the contract's signature
+        """Whether it divides the groups, and what a thread holds leaves it registers to work with."""
+        held = self.registers(call)
+        return (
+            self.num_warps in (1, 2, 4, 8, 16, 32)
+            and 1 <= self.groups <= call.groups
+            and call.groups % self.groups == 0
+            and 1 <= self.pixels <= next_power_of_2(call.pixels)
+            and self.pixels & (self.pixels - 1) == 0
+            and held <= 128
+            and (held + _WORKING) * 32 * self.num_warps <= _REGISTERS
+        )
+
+    def block_c(self, call: Call) -> int:
+        return next_power_of_2(self.groups * call.group_channels)
+
+    def whole(self, call: Call) -> bool:
+        """Whether one tile is enough for the statistics."""
+        return self.pixels >= call.pixels
+
+    def tiles(self, call: Call) -> int:
+        """Tiles of one part of a sample."""
+        return cdiv(cdiv(call.pixels, self.pixels), _MOST_PARTS)
+
+    def parts(self, call: Call) -> int:
+        return cdiv(call.pixels, self.pixels * self.tiles(call))
+
+    def programs(self, call: Call) -> int:
+        return call.x.shape[0] * (call.groups // self.groups) * self.parts(call)
+
+    def registers(self, call: Call) -> int:
+        """What a thread's share of the tiles takes."""
+        return call.held * self.pixels * self.block_c(call) * call.x.element_size() // (4 * 32 * self.num_warps)
+
+    def constants(self, call: Call) -> dict[str, int]:
+        """The tiling as kernels take it."""
+        block_c, cg = self.block_c(call), call.group_channels
+        kp = block_c // cg if cg & (cg - 1) == 0 else next_power_of_2(self.groups)
+        shape = {"HW": call.pixels, "C": call.x.shape[1], "CG": cg, "K": self.groups, "BLOCK_C": block_c, "KP": kp}
+        if not self.whole(call):
+            return {**shape, "BLOCK_P": self.pixels, "PARTS": self.parts(call), "TILES": self.tiles(call)}
+        # a piece is one access of 16 bytes a thread
+        rows = max(1, 32 * self.num_warps * 16 // (block_c * call.x.element_size()))
+        return {**shape, "BLOCK_P": min(rows, self.pixels), "PIECES": cdiv(self.pixels, rows)}
+
+
+def default_config(call: Call, target: Target) -> Config:
+    """The widest slab with tiles of at most 32 KB a tensor that gives every multiprocessor four, or the narrowest.
+
+    Never narrower than 32 bytes of a pixel, if there are that many. Two passes only where one tile does not fit.
+    """
+    size, everything = call.x.element_size(), next_power_of_2(call.pixels)
+    widths = [k for k in range(1, call.groups + 1) if call.groups % k == 0]
+    full = [k for k in widths if _full_rows(call, k)] or widths[-1:]
+    tried = (_with_warps(call, target, k, everything, _SLAB_REGISTERS) for k in full)
+    whole = [config for config in tried if config is not None]
+    small = [c for c in whole if c.pixels * c.block_c(call) * size <= _SLAB_BYTES]
+    busy = [c for c in small if c.programs(call) >= 4 * target.sm_count]
+    if whole:
+        return (busy[-1:] or whole[:1])[0]
+    # a group may be wider than a tile: then single pixels
+    for k in (full[0], 1):
+        row_bytes = next_power_of_2(k * call.group_channels) * size
+        pixels = min(everything, max(1, _TILE_BYTES // row_bytes))
+        config = _with_warps(call, target, k, pixels, _TILE_REGISTERS)
+        if config is not None:
+            return config
+    call.refuse(f"a group may have some thousand channels, got {call.group_channels}: use more groups")
+
+
+def proposals(call: Call, target: Target) -> tuple[Config, ...]:
+    """The default, then other valid tiles worth timing, those nearest to it first."""
+    default = default_config(call, target)
+    return nearest_first(default, _valid_tiles(call, target, whole=default.whole(call)))[:_MOST_CANDIDATES]
+
+
+def _valid_tiles(call: Call, target: Target, *, whole: bool) -> Iterator[Config]:
+    everything = next_power_of_2(call.pixels)
+    heights = (everything,) if whole else tuple(everything >> i for i in range(1, everything.bit_length()))
+    for k in (k for k in range(1, call.groups + 1) if call.groups % k == 0):
+        for pixels in heights:
+            for num_warps in (1, 2, 4, 8, 16, 32):
+                config = Config(k, pixels, num_warps)
+                elements = pixels * config.block_c(call) // (32 * num_warps)
+                if 8 <= elements <= 128 and config.is_valid(call, target):
+                    yield config
+
+
+def statistics_launch(call: Call, config: Config) -> Launch:
+    """Mean and squares of every part of every group, [N, parts, 2, groups] fp32: what comes before two-pass kernels."""
+    shape = (call.x.shape[0], config.parts(call), 2, call.groups)
+    partial = torch.empty(shape, dtype=torch.float32, device=call.x.device)
+    return Launch(
+        statistics_kernel,
+        grid=(config.programs(call),),
+        arguments={"x_ptr": call.x, "partial_ptr": partial},
+        constants=config.constants(call),
+        num_warps=config.num_warps,
+        num_stages=1,
+        output=partial,
+    )
+
+
+def _full_rows(call: Call, groups: int) -> bool:
+    row_bytes = groups * call.group_channels * call.x.element_size()
+    return row_bytes >= _ROW_BYTES and row_bytes % 16 == 0
+
+
+def _with_warps(call: Call, target: Target, groups: int, pixels: int, registers: int) -> Config | None:
+    """As few warps as hold a tensor's tile in so many registers a thread; more where the sum of all is too large."""
+    tile_bytes = pixels * next_power_of_2(groups * call.group_channels) * call.x.element_size()
+    fewest = min(32, next_power_of_2(cdiv(tile_bytes, registers * 4 * 32)))
+    tried = (Config(groups, pixels, fewest * factor) for factor in (1, 2, 4, 8, 16))
+    return next((config for config in tried if config.is_valid(call, target)), None)
+
+
+# --- meaning -------------------------------------------------------------------------------------------------------
+
+
+def values_dropped(p: float) -> int:
+    """How many of the RANDOM_STEPS values of its random bits drop an element: p to the nearest, but never all."""
+    return min(round(p * RANDOM_STEPS), RANDOM_STEPS - 1)
+
+
+def scaled_mask(x: Tensor, seed: Tensor | None, offset: Tensor | None, p: float) -> Tensor:
+    """What dropout multiplies by, in the shape and dtype of x: 0, or 1 / keep probability."""
+    if seed is None or offset is None:
+        raise ValueError(f"group_norm_silu: p of {p} needs seed and offset, one int64 each on the device of x")
+    n, c, h, w = x.shape
+    eighths = cdiv(c, 8)
+    offset = offset.reshape(())
+    counter = torch.broadcast_tensors(
+        torch.arange(h * w * eighths, device=x.device),
+        torch.arange(n, device=x.device)[:, None],
+        offset & _MASK,
+        offset >> 32 & _MASK,
+    )
+    words = torch.stack(_philox(counter, seed.reshape(())), dim=-1)  # [N, H W eighths, 4]
+    bits = torch.stack((words & 0xFFFF, words >> 16), dim=-1).reshape(n, h, w, 8 * eighths)[..., :c]
+    dropped = values_dropped(p)
+    return ((bits >= dropped) * (RANDOM_STEPS / (RANDOM_STEPS - dropped))).to(x.dtype).permute(0, 3, 1, 2)
+
+
+_MASK = 0xFFFFFFFF
+_FACTORS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+
+
+def _philox(counter: Sequence[Tensor], seed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32 in int64: products wrap around, but their 64 bits are right."""
+    a, b, c, d = counter
+    keys = [seed & _MASK, seed >> 32 & _MASK]
+    for _ in range(ROUNDS):
+        first, third = a * _FACTORS[0], c * _FACTORS[1]
+        a, b, c, d = (
+            (third >> 32 & _MASK) ^ b ^ keys[0], third & _MASK, (first >> 32 & _MASK) ^ d ^ keys[1], first & _MASK
+        )  # fmt: skip
+        keys = [key + step & _MASK for key, step in zip(keys, _KEY_STEPS, strict=True)]
+    return a, b, c, d
+
+
+# --- samples -------------------------------------------------------------------------------------------------------
+
+# (channels, side) of the maps that the DDPM network normalises, the bytes of which decide its step
+UNET_MAPS = (
+    *((128, 32), (256, 32), (384, 32), (128, 16), (256, 16), (384, 16), (512, 16)),
+    *((256, 8), (512, 8), (256, 4), (512, 4)),
+)
+
+
+def norm_sample(
+    why: str, x: tuple[int, int, int, int], groups: int, *, scale: bool = False, real_size: bool = False, **choices: Any
+) -> Sample:
+    """`scale=True` gives scale and shift, halves of one [N, 2C] as a linear layer makes it; p > 0 a seed and offset."""
+
+    def arguments(dtype: torch.dtype, device: str) -> dict[str, Any]:
+        n, c = x[:2]
+
+        def vectors(rows: int, columns: int, seed: int) -> Tensor:
+            return random_nhwc((rows, columns, 1, 1), torch.float32, device, seed=seed).flatten(1)
+
+        both = vectors(n, 2 * c, 3).to(dtype) * 0.2
+        random = {name: torch.full((1,), 7, dtype=torch.int64, device=device) for name in ("seed", "offset")}
+        return {
+            "x": random_nhwc(x, dtype, device, seed=0) + 0.5,
+            "gamma": 1 + 0.2 * vectors(1, c, 1)[0],
+            "beta": 0.2 * vectors(1, c, 2)[0],
+            **({"scale": both[:, :c], "shift": both[:, c:]} if scale else {}),
+            **(random if choices.get("p") else {}),
+            "groups": groups,
+            **choices,
+        }
+
+    return Sample(why, arguments, real_size)
+
+
+def gradient_sample(
+    why: str,
+    x: tuple[int, int, int, int],
+    groups: int,
+    *,
+    residual: bool = False,
+    real_size: bool = False,
+    **choices: Any,
+) -> Sample:
+    """The backward of a `norm_sample`."""
+    forward = norm_sample(why, x, groups, real_size=real_size, **choices)
+
+    def arguments(dtype: torch.dtype, device: str) -> dict[str, Any]:
+        maps = {"dy": random_nhwc(x, dtype, device, seed=4)}
+        maps |= {"residual": random_nhwc(x, dtype, device, seed=5)} if residual else {}
+        return {**forward.arguments(dtype, device), **maps}
+
+    return Sample(why, arguments, real_size)
