@@ -115,7 +115,7 @@ def test_gradients_belong_to_the_forward_module_and_line(step: Step) -> None:
 def test_the_optimizer_is_its_own_phase_and_tells_the_parameters(step: Step) -> None:
     adam = kernel(step, ADAM)
     assert (adam.op, adam.phase) == ("aten._fused_adamw_", "optimizer")
-    assert [dims for dims, _ in step.parameters] == [(64, 64, 3, 3), (64,)]
+    assert step.parameters == (((64, 64, 3, 3), "float"), ((64,), "float"))
 
 
 def test_without_ceilings_nothing_has_a_roofline_time(tmp_path: Path) -> None:
@@ -273,6 +273,45 @@ def test_another_grid_is_matched_by_name_between_sure_matches(tmp_path: Path) ->
     assert [each.op for each in aligned((replay[0], other, replay[2]), eager)] == ["aten.op0", "aten.op1", "aten.op2"]
 
 
+# -- kernels of this project -------------------------------------------------------------------------------------------
+
+
+def one_graph(names: list[str]) -> list[made.Event]:
+    """A replay of a graph with these kernels, in which nothing but their names is left."""
+    events = [made.launch(5, 40, correlation=99, name="cudaGraphLaunch")]
+    return events + [made.kernel(name, 100 + 10 * at, 8, correlation=99) for at, name in enumerate(names)]
+
+
+def test_common_names_in_a_graph_are_ours_beside_an_unmistakable_one(tmp_path: Path) -> None:
+    ours = step_of(read(tmp_path, one_graph(["conv2d_act_kernel", "collect_kernel", "rank_kernel"])))
+    assert [each.op for each in ours.kernels] == ["ridgeline.conv2d_act", *["ridgeline.detect_topk"] * 2]
+    assert [each.known.category for each in ours.kernels] == ["conv", "sort", "sort"]
+    updates = step_of(read(tmp_path, one_graph(["forward_kernel", "scalars_kernel", "update_kernel"])))
+    assert [each.known.category for each in updates.kernels] == ["norm", "optimizer", "optimizer"]
+    assert updates.trained
+
+
+def test_common_names_in_a_graph_of_others_stay_unknown(tmp_path: Path) -> None:
+    theirs = step_of(read(tmp_path, one_graph(["nvjet_hsh_64x64", "forward_kernel", "update_kernel"])))
+    assert [each.op for each in theirs.kernels] == ["", "", ""]
+    assert [each.known.category for each in theirs.kernels] == ["gemm", "unknown", "unknown"]
+    assert not theirs.trained
+
+
+def test_outside_a_graph_the_operator_says_whose_a_kernel_is(tmp_path: Path) -> None:
+    def launched(operator: str, at_us: float, number: int) -> list[made.Event]:
+        return [
+            made.op(operator, at_us, 20, external_id=number),
+            made.launch(at_us + 5, 5, correlation=number, external_id=number, name="cuLaunchKernelEx"),
+            made.kernel("forward_kernel", at_us + 30, 20, correlation=number, external_id=number),
+        ]
+
+    events = [*launched("ridgeline::group_norm_silu", 0, 1), *launched("theirs::norm", 100, 2)]
+    ours, theirs = step_of(read(tmp_path, events)).kernels
+    assert (ours.op, ours.known.category) == ("ridgeline.group_norm_silu", "norm")
+    assert (theirs.op, theirs.known.category) == ("theirs.norm", "unknown")
+
+
 # -- traces taken on an H200 -------------------------------------------------------------------------------------------
 
 
@@ -320,6 +359,13 @@ def test_sources_of_a_real_eager_step_are_lines_of_the_net() -> None:
     sources = {each.source.partition(":")[0] for each in step.kernels}
     assert "ridgeline/models/blocks.py" in sources
     assert not any(source.startswith("torch/") for source in sources)
+
+
+def test_parameters_of_a_real_optimizer_that_loops_over_lists() -> None:
+    parameters = real("loader-bound").parameters
+    assert len(parameters) == 14
+    assert {dtype for _, dtype in parameters} == {"float"}
+    assert parameters[0][0] == (64, 3, 3, 3)
 
 
 def test_calls_of_kernels_are_innermost() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ridgeline import kernel_names
-from ridgeline.kernel_names import CATEGORIES, classify, own_operator, short_name
+from ridgeline.kernel_names import CATEGORIES, classify, own_operator, short_name, some_are_ours
 
 TENSOR_CORE = {"yes": True, "no": False, "unknown": None}
 # names as Kineto and Nsight Systems write them, with category, tensor core, dtype, layout, pass
@@ -47,9 +47,35 @@ def test_every_kernel_of_the_project_is_known_with_its_operator() -> None:
         if jit == "@triton.jit" and "_kernel(" in line
     }
     assert len(launched) > 15
-    assert {name for name in launched if not own_operator(name)} == set()
+    assert {name for name in launched if not own_operator(name, ours=True)} == set()
     assert own_operator("conv2d_act_kernel") == "ridgeline.conv2d_act"
-    assert own_operator("someone_elses_kernel") == ""
+    assert own_operator("someone_elses_kernel", ours=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "category"),
+    [("forward_kernel", "norm"), ("update_kernel", "optimizer"), ("rank_kernel", "sort"), ("apply_kernel", "norm")],
+)
+def test_a_common_name_is_ours_only_where_something_else_says_so(name: str, category: str) -> None:
+    assert (classify(name).category, classify(name).tensor_core) == ("unknown", None)
+    assert own_operator(name) == ""
+    assert classify(name, ours=True).category == category
+    assert own_operator(name, ours=True).startswith("ridgeline.")
+
+
+@pytest.mark.parametrize(
+    ("names", "ours"),
+    [
+        (["conv2d_act_kernel", "forward_kernel"], True),
+        (["forward_kernel", "scalars_kernel", "update_kernel"], True),
+        (["update_kernel", "scalars_kernel"], False),
+        (["scalars_kernel", "forward_kernel", "update_kernel"], False),
+        (["statistics_kernel", "apply_kernel", "backward_kernel"], False),  # anybody's norm in two passes
+        ([], False),
+    ],
+)
+def test_what_shows_that_this_project_ran(names: list[str], ours: bool) -> None:
+    assert some_are_ours(names) is ours
 
 
 def test_short_names_keep_what_tells_kernels_apart() -> None:

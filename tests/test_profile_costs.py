@@ -10,8 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
+from ridgeline import kernels
+from ridgeline.call_work import Work, shapes_of
 from ridgeline.cost import CostMode
-from ridgeline.profile_costs import Work, shapes_of, works_of
+from ridgeline.kernels import group_norm_silu_backward
+from ridgeline.profile_costs import works_of
 from ridgeline.trace import Call
 
 CONVOLUTIONS = (  # n, c, k, image, filter, stride, padding, dilation, groups, transposed
@@ -116,6 +119,10 @@ def test_a_first_layer_has_no_input_gradient(tmp_path: Path) -> None:
         (lambda: torch.ones(2, 3).copy_(torch.ones(3)), "copy_"),
         (lambda: torch.empty(5, 3).fill_(1.0), "fill_"),
         (lambda: torch.cat([torch.ones(2, 3), torch.ones(2, 4)], 1), "cat"),
+        (lambda: torch.ones(5, 3).gather(0, torch.tensor([[0, 2, 1], [4, 0, 0]])), "gather"),
+        (lambda: torch.ones(2, 3).gather(0, torch.zeros(9, 3, dtype=torch.long)), "gather"),
+        (lambda: F.embedding(torch.tensor([3, 1]), torch.ones(9, 4)), "embedding"),
+        (lambda: torch.ones(4, 6, 2).index_select(1, torch.tensor([5, 0, 0])), "index_select"),
         (lambda: F.interpolate(torch.ones(2, 3, 4, 4), scale_factor=2.0), "upsample_nearest2d"),
         (lambda: F.interpolate(torch.ones(2, 3, 4, 4), (7, 9), mode="bilinear"), "upsample_bilinear2d"),
         (lambda: torch.ops.aten.max_pool2d_with_indices(torch.ones(2, 3, 9, 9), 3, 2, 1), "max_pool2d_with_indices"),
@@ -191,6 +198,32 @@ def test_depthwise_weight_gradients_are_divided_by_groups_once() -> None:
     dgrad, wgrad = works(call)
     assert (dgrad.flops, wgrad.flops) == (7_225_344, 7_225_344)
     assert dgrad.shapes == "dgrad 2x64x56x56 * 64x1x3x3 s1 p1 g64"
+
+
+def is_told(arguments: dict) -> bool:
+    """A trace leaves out texts and lists with gaps: silu, biases everywhere, and maps other than x are assumed."""
+    x, extras = arguments.get("x"), arguments.get("extras", ())
+    whole = None not in arguments.get("biases", ()) and not any(extra is x for extra in extras)
+    return whole and ("gamma" not in arguments or arguments.get("act", "silu") == "silu")
+
+
+@pytest.mark.parametrize("op", [*kernels.ALL, group_norm_silu_backward.OP], ids=lambda op: op.name)
+def test_the_operators_of_the_project(op: kernels.Op, tmp_path: Path) -> None:
+    samples = [sample.arguments(torch.float16, "meta") for sample in op.samples]  # which run nothing
+    told = [arguments for arguments in samples if is_told(arguments)]
+    assert len(told) > 1
+    expected = [(cost.flops, cost.bytes) for cost in (op.cost(**arguments) for arguments in told)]
+
+    def run() -> None:
+        for arguments in told:
+            y = op.call(**arguments)
+            if op.into is not None:
+                op.into(y, **arguments)
+
+    calls = recorded(run, tmp_path)
+    for name in filter(None, (op.name, op.into and f"{op.name}_into")):
+        found = [works(call) for call in calls if call.name == f"ridgeline::{name}"]
+        assert [(work.flops, work.bytes) for (work,) in found] == expected
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,46 @@ def test_the_last_of_several_optimizers_ends_the_step(windows_us):
     assert windows_us(*both) == [(60, 160), (160, 260)]
 
 
+def backward(at_us, number):
+    return op("autograd::engine::evaluate_function: MulBackward0", at_us, 5, external_id=number)
+
+
+def update(at_us, number, dims, duration_us=10):
+    """An optimizer's step over parameters of these shapes."""
+    lists = {"Input Dims": [dims], "Input type": ["TensorList"]}
+    return [
+        annotation("Optimizer.step#Adam.step", at_us, duration_us),
+        op("aten::_foreach_add_", at_us + 1, 5, external_id=number, extra=lists),
+    ]
+
+
+def test_optimizers_of_one_class_after_one_backward_pass_are_one_step(windows_us):
+    events = []
+    for i in range(3):
+        at_us = 2 + 100 * i
+        events += [backward(at_us, 10 * i + 1), *update(at_us + 20, 10 * i + 2, [[4]])]
+        events += update(at_us + 40, 10 * i + 3, [[4]])
+    assert windows_us(*events) == [(50, 150), (150, 250)]
+
+
+def test_optimizers_of_one_class_with_parameters_of_their_own_are_one_step(windows_us):
+    """As of a generator and its discriminator, each with a backward pass."""
+    events = []
+    for i in range(3):
+        for after, dims in ((0, [[4]]), (50, [[8, 2], [8]])):
+            at_us = 2 + 100 * i + after
+            events += [backward(at_us, 10 * i + after + 1), *update(at_us + 20, 10 * i + after + 2, dims)]
+    assert windows_us(*events) == [(80, 180), (180, 280)]
+
+
+def test_an_optimizer_whose_gradients_come_and_go_still_ends_every_step(windows_us):
+    events = []
+    for i, dims in enumerate(([[4], [2]], [[4]], [[4]], [[4], [2]])):
+        at_us = 2 + 100 * i
+        events += [backward(at_us, 10 * i + 1), *update(at_us + 20, 10 * i + 2, dims)]
+    assert windows_us(*events) == [(30, 130), (130, 230), (230, 330)]
+
+
 @pytest.mark.parametrize(
     "ranges",
     [(), (annotation("Optimizer.step#SGD.step", 6, 2),), (annotation(MARK, 4, 0),)],

@@ -16,7 +16,7 @@ from ridgeline.errors import UsageError
 from ridgeline.host_view import BACKWARD, HostView
 from ridgeline.idle import gaps_of, loader_s, syncs_of, waits_of
 from ridgeline.kernel_costs import floor_s, with_work
-from ridgeline.kernel_names import classify, own_operator
+from ridgeline.kernel_names import classify, own_operator, some_are_ours
 from ridgeline.overlap import alone_and_shared
 from ridgeline.profile_costs import works_of
 from ridgeline.step_span import busiest_device, launches_of, representative
@@ -33,6 +33,9 @@ _CONVOLUTIONS = {
     "aten::_slow_conv2d_forward", "aten::slow_conv3d_forward", "aten::slow_conv_transpose2d",
     "aten::mkldnn_convolution", "aten::miopen_convolution",
 }  # fmt: skip
+_UPDATES = ("aten::_foreach_addcdiv_", "aten::_foreach_add_")  # what an Adam and an SGD do to the parameters in the end
+# as traces spell them, as in Call.dtypes
+_WORDS = {"fp32": "float", "fp16": "c10::Half", "bf16": "c10::BFloat16", "fp64": "double"}
 _LEVELS_UP = 4  # how far above a kernel's innermost operator the one with a formula may stand
 
 
@@ -64,7 +67,9 @@ def step_of(
     calls = tuple(call for call in trace.calls if begin_s <= call.start_s < end_s)
     optimizers = (r for r in trace.ranges if r.name.startswith("Optimizer.step#") and begin_s <= r.start_s < end_s)
     trained = any(optimizers) or any("_fused_adam" in call.name for call in calls)
-    kernels, parameters = _attributed(span.activities, host, launches, trained=trained), _parameters(calls)
+    ours = some_are_ours(activity.name for activity in activities) or any(map(_is_own, trace.calls))
+    kernels = _attributed(span.activities, host, launches, trained=trained, ours=ours)
+    parameters = _parameters(calls, kernels)
     if eager is not None:
         like = step_of(eager, ceilings=ceilings)
         kernels = graph_alignment.aligned(kernels, like.kernels)
@@ -91,11 +96,14 @@ def step_of(
     )
 
 
-def operator_of(chain: Sequence[Call], name: str) -> str:
-    """The operator a person would name, from the calls around a kernel (innermost first) and the kernel's own name."""
-    own = next((call.name for call in chain if call.name.startswith("ridgeline::")), "")
-    if own or own_operator(name):
-        return own.replace("::", ".") or own_operator(name)
+def operator_of(chain: Sequence[Call], name: str, *, ours: bool = False) -> str:
+    """The operator a person would name, from the calls around a kernel (innermost first) and the kernel's own name.
+
+    ours   as in `kernel_names.classify`
+    """
+    own = next((call.name.replace("::", ".") for call in chain if _is_own(call)), "") or own_operator(name, ours=ours)
+    if own:
+        return own.removesuffix("_into")  # the same, written into a part of another map
     if name.startswith("triton_"):
         return name
     if not chain:
@@ -109,19 +117,24 @@ def operator_of(chain: Sequence[Call], name: str) -> str:
 
 
 def _attributed(
-    activities: Sequence[Activity], host: HostView, launches: Mapping[int, Launch], *, trained: bool
+    activities: Sequence[Activity], host: HostView, launches: Mapping[int, Launch], *, trained: bool, ours: bool
 ) -> tuple[Kernel, ...]:
+    """`ours`: the trace has work of this project, so a kernel without operators may be its own by name alone."""
     kernels: list[Kernel] = []
     working: list[Call | None] = []
     for activity in activities:
         launch = launches.get(activity.correlation)
         in_graph = activity.graph_node is not None or (launch is not None and "GraphLaunch" in launch.name)
-        kernel = Kernel(activity, classify(activity.name, activity.kind), in_graph=in_graph)
         chain = host.chain(launch) if launch and not in_graph else ()
+        own = any(map(_is_own, chain)) if chain else ours
+        kernel = Kernel(
+            activity,
+            classify(activity.name, activity.kind, ours=own),
+            op=operator_of(chain, activity.name, ours=own),
+            in_graph=in_graph,
+        )
         if launch is not None and not in_graph:
             kernel = _placed(kernel, launch, chain, host, trained=trained)
-        else:
-            kernel = replace(kernel, op=operator_of((), activity.name))
         kernels.append(kernel)
         working.append(_working(chain))
     return tuple(with_work(kernels, working))
@@ -133,11 +146,14 @@ def _placed(kernel: Kernel, launch: Launch, chain: Sequence[Call], host: HostVie
     return replace(
         kernel,
         call=chain[0] if chain else None,
-        op=operator_of(chain, kernel.activity.name),
         module=host.module(thread, moment_s),
         source=host.source(thread, moment_s),
         phase=host.phase(launch, chain, trained=trained),
     )
+
+
+def _is_own(call: Call) -> bool:
+    return call.name.startswith("ridgeline::")
 
 
 def _working(chain: Sequence[Call]) -> Call | None:
@@ -155,9 +171,22 @@ def _timed(kernels: Sequence[Kernel], ceilings: Ceilings | None) -> tuple[Kernel
     return tuple(replace(kernel, exposed_s=alone_s, floor_s=floor_s(kernel, ceilings)) for kernel, alone_s in pairs)
 
 
-def _parameters(calls: Sequence[Call]) -> tuple[tuple[Dims, str], ...]:
-    """Shapes of the parameters: the first list of the optimizer's largest call. A trace does not tell their dtype."""
+def _parameters(calls: Sequence[Call], kernels: Sequence[Kernel]) -> tuple[tuple[Dims, str], ...]:
+    """Shapes and dtype of the parameters: the first list of the optimizer's largest call, and what its kernel works in.
+
+    A trace has no lists of more than 30 tensors, nor the type of their members.
+    """
     updates = [call for call in calls if call.lists and ("_fused_adam" in call.name or "_fused_sgd" in call.name)]
-    updates = updates or [call for call in calls if call.lists and call.name == "aten::_foreach_addcdiv_"]
+    updates = updates or _last_of_optimizer(calls, kernels)
     largest = max(updates, key=lambda call: len(call.lists[0]), default=None)
-    return tuple((dims, "") for dims in largest.lists[0]) if largest else ()
+    if largest is None:
+        return ()
+    dtype = next((kernel.known.dtype for kernel in kernels if kernel.call is largest), "")
+    return tuple((dims, _WORDS.get(dtype, "")) for dims in largest.lists[0])
+
+
+def _last_of_optimizer(calls: Sequence[Call], kernels: Sequence[Kernel]) -> list[Call]:
+    """The calls that update parameters in the end: of those over lists in an optimizer's step the last of each size."""
+    within = {id(kernel.call) for kernel in kernels if kernel.phase == "optimizer"}
+    ends = [call for call in calls if call.lists and id(call) in within and call.name in _UPDATES]
+    return list({len(call.lists[0]): call for call in ends}.values())

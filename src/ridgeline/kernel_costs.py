@@ -7,8 +7,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ridgeline.call_work import Work, shapes_of
 from ridgeline.kernel_names import own_operator
-from ridgeline.profile_costs import Work, shapes_of, works_of
+from ridgeline.profile_costs import works_of
 from ridgeline.step_view import Ceilings, Kernel, KernelClass
 from ridgeline.trace import Call
 

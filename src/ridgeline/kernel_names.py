@@ -8,6 +8,7 @@ own, whose share of the time the tables print.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import lru_cache
 
 from ridgeline.step_view import KernelClass
@@ -36,9 +37,10 @@ CATEGORIES = (
     "unknown",
 )
 
-# kernels of this project -> the operator that launches them
+# kernels of this project -> category, and the operator that launches them
 _OWN = {
     "conv2d_act_kernel": ("conv", "conv2d_act"),
+    "conv2d_act_tma_kernel": ("conv", "conv2d_act"),
     "conv_chain_kernel": ("conv", "conv_chain"),
     "conv_pair_chain_kernel": ("conv", "conv_pair_chain"),
     "depthwise_conv2d_act_kernel": ("conv", "depthwise_conv2d_act"),
@@ -47,8 +49,13 @@ _OWN = {
     "attention_position_kernel": ("attention", "attention_position"),
     "max_pool_chain_kernel": ("pool", "max_pool_chain"),
     "anchor_maxima_kernel": ("sort", "detect_topk"),
+}
+# Triton's kernels are named by their function alone, and anybody may have called one of theirs by these names: they
+# count as this project's where something else says so
+_COMMON = {
     "collect_kernel": ("sort", "detect_topk"),
     "rank_kernel": ("sort", "detect_topk"),
+    "sum_parts_kernel": ("reduction", "conv2d_act"),
     "forward_kernel": ("norm", "group_norm_silu"),
     "statistics_kernel": ("norm", "group_norm_silu"),
     "apply_kernel": ("norm", "group_norm_silu"),
@@ -59,6 +66,8 @@ _OWN = {
     "scalars_kernel": ("optimizer", "adamw_ema"),
     "update_kernel": ("optimizer", "adamw_ema"),
 }
+# launched by one call, in this order: nobody else's code does both by chance
+_PAIRS = {("scalars_kernel", "update_kernel"), ("backward_sums_kernel", "backward_apply_kernel")}
 
 # Category by fragment. Order matters: the specific before the general.
 _RULES = tuple(
@@ -139,23 +148,45 @@ _INDUCTOR_COPIES = {"clone", "copy", "to", "view", "permute", "convert", "elemen
 
 
 @lru_cache(maxsize=65536)
-def classify(name: str, kind: str = "kernel") -> KernelClass:
-    """The class of a kernel by its name; `kind` is the activity's: copies and fills need no name."""
+def classify(name: str, kind: str = "kernel", *, ours: bool = False) -> KernelClass:
+    """The class of a kernel by its name; `kind` is the activity's: copies and fills need no name.
+
+    ours   something beside the name says that this project launched it, which decides where the name is a common one
+    """
     if kind != "kernel":
         return KernelClass(kind, False)
     text = name.lower()
-    if own := _OWN.get(name):
+    if own := _own(name, ours=ours):
         # one Triton kernel serves every dtype: only its operands tell whether tl.dot met a tensor core
         matrix = own[0] in ("conv", "attention") and "depthwise" not in name
-        return KernelClass(own[0], None if matrix else False, layout="nhwc", pass_="fprop" if own[0] == "conv" else "")
+        layout = "" if own[0] in ("optimizer", "sort") else "nhwc"
+        return KernelClass(own[0], None if matrix else False, layout=layout, pass_="fprop" if own[0] == "conv" else "")
     category = _inductor_category(text) or next((c for c, rule in _RULES if rule.search(text)), "unknown")
     pass_ = next(p for p, rule in _PASSES if rule.search(text)) if category == "conv" else ""
     return KernelClass(category, _tensor_core(text, category), _dtype(text), _layout(text, category), pass_)
 
 
-def own_operator(name: str) -> str:
-    """`own_operator("conv2d_act_kernel") == "ridgeline.conv2d_act"`; "" for kernels of others."""
-    return f"ridgeline.{_OWN[name][1]}" if name in _OWN else ""
+def own_operator(name: str, *, ours: bool = False) -> str:
+    """`own_operator("conv2d_act_kernel") == "ridgeline.conv2d_act"`; "" for others. `ours` as in `classify`."""
+    own = _own(name, ours=ours)
+    return f"ridgeline.{own[1]}" if own else ""
+
+
+def some_are_ours(names: Iterable[str]) -> bool:
+    """Whether kernels, named in the order in which they ran, include some that only this project launches.
+
+    Tells whose the common names among them are where no operator is recorded, as inside a CUDA graph.
+    """
+    before = ""
+    for name in names:
+        if name in _OWN or (before, name) in _PAIRS:
+            return True
+        before = name
+    return False
+
+
+def _own(name: str, *, ours: bool) -> tuple[str, str] | None:
+    return _OWN.get(name) or (_COMMON.get(name) if ours else None)
 
 
 def short_name(name: str, length: int = 60) -> str:

@@ -8,24 +8,15 @@ not in a trace: their shapes follow from the arguments. What no formula knows ha
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
 
 from ridgeline.call_arguments import Arguments, Unknown, by
+from ridgeline.call_work import Conv, Formula, Work, forward, shapes_of, spread
+from ridgeline.own_costs import OWN
 from ridgeline.profile_flops import FOREACH_FLOPS, FUSED_OPTIMIZER_FLOPS, NORM_FLOPS, POINTWISE_FLOPS
-from ridgeline.trace import Call, Dims
+from ridgeline.trace import Call
 
 _STATISTIC_BYTES = 4  # saved means and deviations are fp32
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What one kernel, or one pass of a convolution, has to do and move."""
-
-    flops: float
-    bytes: float
-    shapes: str  # the problem in words
-    pass_: str = ""  # "fprop", "dgrad", "wgrad" of a convolution, "" elsewhere
 
 
 def works_of(call: Call, element_bytes: int = 0) -> tuple[Work, ...] | None:
@@ -48,91 +39,28 @@ def works_of(call: Call, element_bytes: int = 0) -> tuple[Work, ...] | None:
     return works if isinstance(works, tuple) else (works,)
 
 
-def shapes_of(call: Call | None) -> str:
-    """The tensor arguments in words: "2x64x8x8, 64x64x3x3", at most three of them."""
-    if call is None:
-        return ""
-    shown = [dims for dims in (*call.shapes, *(member for members in call.lists for member in members)) if dims]
-    return ", ".join(map(by, shown[:3])) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
-
-
-Formula = Callable[[Arguments], Work | tuple[Work, ...]]
-
-
 # -- convolutions ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Conv:
-    """One convolution: `small` is y, or the input of a transposed one; its elements each sum one filter."""
-
-    x: Dims
-    weight: Dims
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    transposed: bool = False
-    extra: tuple[int, ...] = (0,)
-    groups: int = 1
-
-    @property
-    def y(self) -> Dims:
-        axes = len(self.weight) - 2
-        stride, padding, dilation, extra = (
-            _spread(v, axes) for v in (self.stride, self.padding, self.dilation, self.extra)
-        )
-        sizes = []
-        for axis, (size, taps) in enumerate(zip(self.x[-axes:], self.weight[2:], strict=True)):
-            reach = dilation[axis] * (taps - 1)
-            if self.transposed:
-                sizes.append((size - 1) * stride[axis] - 2 * padding[axis] + reach + extra[axis] + 1)
-            else:
-                sizes.append((size + 2 * padding[axis] - reach - 1) // stride[axis] + 1)
-        filters = self.weight[1] * self.groups if self.transposed else self.weight[0]
-        return (*self.x[: len(self.x) - axes - 1], filters, *sizes)
-
-    @property
-    def flops(self) -> int:
-        small = self.x if self.transposed else self.y
-        return 2 * prod(small) * prod(self.weight[1:])
-
-    def __str__(self) -> str:
-        text = f"{by(self.x)} {'^' if self.transposed else '*'} {by(self.weight)}"
-        text += f" s{_short(self.stride)} p{_short(self.padding)}"
-        text += f" d{_short(self.dilation)}" if set(self.dilation) != {1} else ""
-        return text + (f" g{self.groups}" if self.groups > 1 else "")
 
 
 def _convolution(a: Arguments) -> Work:
     stride, padding, dilation, extra = (a.numbers(place) for place in (3, 4, 5, 7))
-    conv = _Conv(a.dims(0), a.dims(1), stride, padding, dilation, a.flag(6), extra or (0,), a.numbers(8)[0])
-    return _forward(a, conv, 0, 1, 2)
+    conv = Conv(a.dims(0), a.dims(1), stride, padding, dilation, a.flag(6), extra or (0,), a.numbers(8)[0])
+    return forward(a, conv, 0, 1, 2)
 
 
 def _conv2d(a: Arguments) -> Work:
-    conv = _Conv(a.dims(0), a.dims(1), a.numbers(3), a.numbers(4), a.numbers(5), groups=a.numbers(6)[0])
-    return _forward(a, conv, 0, 1, 2)
+    conv = Conv(a.dims(0), a.dims(1), a.numbers(3), a.numbers(4), a.numbers(5), groups=a.numbers(6)[0])
+    return forward(a, conv, 0, 1, 2)
 
 
 def _cudnn_convolution(a: Arguments) -> Work:
-    conv = _Conv(a.dims(0), a.dims(1), a.numbers(3), a.numbers(2), a.numbers(4), groups=a.numbers(5)[0])
-    return _forward(a, conv, 0, 1)
-
-
-def _conv_act(a: Arguments) -> Work:
-    """This project's convolutions: bias, residual and activation ride on the product."""
-    x, weight = a.dims(0), a.dims(1)
-    conv = _Conv(x, weight, a.numbers(4), a.numbers(5), (1,), groups=x[1] // weight[1])
-    return _forward(a, conv, 0, 1, 2, 3)
-
-
-def _forward(a: Arguments, conv: _Conv, *operands: int) -> Work:
-    return Work(conv.flops, a.bytes(*operands) + prod(conv.y) * a.item(0), str(conv), "fprop")
+    conv = Conv(a.dims(0), a.dims(1), a.numbers(3), a.numbers(2), a.numbers(4), groups=a.numbers(5)[0])
+    return forward(a, conv, 0, 1)
 
 
 def _convolution_backward(a: Arguments) -> tuple[Work, ...]:
     stride, padding, dilation, extra = (a.numbers(place) for place in (4, 5, 6, 8))
-    conv = _Conv(a.dims(1), a.dims(2), stride, padding, dilation, a.flag(7), extra or (0,), a.numbers(9)[0])
+    conv = Conv(a.dims(1), a.dims(2), stride, padding, dilation, a.flag(7), extra or (0,), a.numbers(9)[0])
     wants_x, wants_weight, wants_bias = a.flags(10)
     grad, item = prod(a.dims(0)), a.item(0)
     bias_bytes = a.dims(0)[1] * item if wants_bias else 0
@@ -251,15 +179,43 @@ def _copied(a: Arguments) -> Work:
     return Work(0, a.bytes(0, 1), shapes_of(a.call))
 
 
+def _gathered(index: int) -> Formula:
+    """The index read; of the table one element for each of the index read, at most all of it, and written."""
+
+    def formula(a: Arguments) -> Work:
+        written = prod(a.dims(index)) * a.item(0)
+        return Work(0, a.bytes(index) + min(written, a.bytes(0)) + written, shapes_of(a.call))
+
+    return formula
+
+
+def _rows_gathered(table: int, index: int, axis: int | None) -> Formula:
+    """The index read; of the table a slice for each of the index read, at most all of it, and written."""
+
+    def formula(a: Arguments) -> Work:
+        dims, rows = a.dims(table), prod(a.dims(index))
+        along = a.numbers(axis)[0] if axis is not None else 0
+        written = rows * prod(dims) // dims[along] * a.item(table)
+        return Work(0, a.bytes(index) + min(written, a.bytes(table)) + written, shapes_of(a.call))
+
+    return formula
+
+
+def _index_put(a: Arguments) -> Work:
+    """Values read, as many elements of the target read and written; the indices, a list with gaps, are not recorded."""
+    touched = min(a.bytes(0), prod(a.dims(2)) * a.item(0))
+    return Work(prod(a.dims(2)), a.bytes(2) + 2 * touched, shapes_of(a.call))
+
+
 def _concatenated(a: Arguments) -> Work:
     return Work(0, 2 * a.list_bytes(0), shapes_of(a.call))
 
 
 def _max_pool(a: Arguments) -> Work:
     x, axes = a.dims(0), 2
-    kernel = _spread(a.numbers(1), axes)
-    stride = _spread(a.numbers(2), axes) if a.numbers(2) else kernel
-    padding, dilation = _spread(a.numbers(3), axes), _spread(a.numbers(4), axes)
+    kernel = spread(a.numbers(1), axes)
+    stride = spread(a.numbers(2), axes) if a.numbers(2) else kernel
+    padding, dilation = spread(a.numbers(3), axes), spread(a.numbers(4), axes)
     up = [step - 1 if a.flag(5) else 0 for step in stride]
     out = [
         (size + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1 + up[i]) // stride[i] + 1
@@ -305,11 +261,6 @@ def _fused_optimizer(flops: float) -> Formula:
     return lambda a: Work(flops * a.list_numel(0), a.all_bytes() + a.all_bytes() - a.list_bytes(1), shapes_of(a.call))
 
 
-def _group_norm_silu(a: Arguments) -> Work:
-    # 8 for the norm as in NORM_FLOPS, 4 for the activation; scale and shift are folded into gamma and beta
-    return Work(12 * prod(a.dims(0)), a.all_bytes() + a.bytes(0), shapes_of(a.call))
-
-
 def _generated(a: Arguments) -> Work:
     """A kernel that Inductor wrote: its pointers are its arguments, each read or written once.
 
@@ -350,13 +301,17 @@ _FORMULAS: dict[str, Formula] = {
         (_norm(NORM_FLOPS["backward"], _norm_gradients(0, 5)), "native_layer_norm_backward"),
         (_same_shape(5, 0), "_softmax _log_softmax _safe_softmax"),
         (_same_shape(4, 0, 1), "_softmax_backward_data _log_softmax_backward_data"),
-        (_per_input(1), "sum mean prod amax amin max min any all argmax argmin cumsum"),
+        (_per_input(1), "sum mean prod amax amin max min any all argmax argmin cumsum nonzero"),
         (_per_input(2), "linalg_vector_norm norm"),
         (_per_input(4), "var std var_mean logsumexp"),
         (_copied, "copy_"),
         (_same_shape(0, 0), "clone roll flip"),
         (_written, "fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_"),
         (_concatenated, "cat stack"),
+        (_gathered(2), "gather"),
+        (_index_put, "_index_put_impl_"),
+        (_rows_gathered(0, 1, None), "embedding"),
+        (_rows_gathered(0, 2, 1), "index_select"),
         (_max_pool, "max_pool2d_with_indices"),
         (_max_pool_backward, "max_pool2d_with_indices_backward"),
         (_upsample(0), "upsample_nearest2d _upsample_nearest_exact2d"),
@@ -367,15 +322,5 @@ _FORMULAS: dict[str, Formula] = {
         (_fused_optimizer(FUSED_OPTIMIZER_FLOPS["adam"]), "_fused_adam_ _fused_adamw_"),
         (_fused_optimizer(FUSED_OPTIMIZER_FLOPS["sgd"]), "_fused_sgd_"),
     ),
-    "ridgeline::conv2d_act": _conv_act,
-    "ridgeline::depthwise_conv2d_act": _conv_act,
-    "ridgeline::group_norm_silu": _group_norm_silu,
+    **{f"ridgeline::{name}": formula for name, formula in OWN.items()},
 }
-
-
-def _spread(values: tuple[int, ...], axes: int) -> tuple[int, ...]:
-    return values * axes if len(values) == 1 else values
-
-
-def _short(values: tuple[int, ...]) -> str:
-    return str(values[0]) if len(set(values)) == 1 else by(values)

@@ -54,7 +54,7 @@ def representative(trace: Trace, activities: Sequence[Activity], launches: Mappi
 
 def spans_of(trace: Trace, activities: Sequence[Activity], launches: Mapping[int, Launch]) -> list[Span]:
     """Every step in which the GPU worked; work outside all steps is one by itself. `activities` are sorted by start."""
-    hosts, marked = step_windows(trace), bool(windows(trace.ranges))
+    hosts, marked = step_windows(trace), bool(windows(trace.ranges, trace.calls))
     first = _first_work(hosts, activities, launches)
     if not first and activities:
         hosts, marked = ((activities[0].start_s, max(activity.end_s for activity in activities)),), False

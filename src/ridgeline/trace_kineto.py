@@ -11,11 +11,14 @@ import re
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from ridgeline.trace import LONGEST_EVENT_S, Activity, Call, Device, Dims, Launch, Range, SyncEdge, Trace
+from ridgeline import trace_records
+from ridgeline.trace import LONGEST_EVENT_S, Device, Dims, Trace
+from ridgeline.trace_records import Row
 from ridgeline.trace_steps import windows
 from ridgeline.trace_stream import Progress, read_events
 
@@ -27,8 +30,9 @@ _OPTIONS = ("record_shapes", "with_stack", "profile_memory", "with_modules", "wi
 _NOT_METADATA = {*_OPTIONS, "schemaVersion", "deviceProperties", "displayTimeUnit", "traceEvents", "traceName"}
 _OF_FIELDS = (KeyError, TypeError, ValueError, AttributeError, OverflowError)  # a trace may be any JSON
 
+_start_s = attrgetter("start_s")
+
 Json = dict[str, Any]
-Row = tuple[Any, ...]  # start_us, duration_us, number, name, thread, fixed, counters …; sorts by start
 
 
 def read_kineto(path: Path, *, progress: Progress | None = None) -> Trace:
@@ -99,38 +103,28 @@ def _nothing(_: Json) -> Row:
     return ()
 
 
-_GPU_ARGS = re.compile(r'\s*(?:"External id": \d+,\s*)?(.*?)"correlation": (\d+)(?:,\s*)?(.*)', re.DOTALL)
-_LAUNCH_ARGS = re.compile(r'\s*(?:"External id": (\d+),\s*)?[^{}]*?"correlation": (\d+)')
-_OPERATOR_ARGS = re.compile(
-    r'\s*"External id": (\d+),\s*(?:"Record function id": \d+,\s*)?'
-    r'(?:"Sequence number": (\d+),\s*"Fwd thread id": (\d+),\s*)?(?:"Record function id": \d+,\s*)?'
-    r'(.*)"Ev Idx": \d+\s*',
-    re.DOTALL,
-)
-
-Cut = tuple[str, tuple[str | int, ...]]  # of the text of arguments: what recurs in every step, and the counters
+Cut = tuple[str, tuple[int, ...]]  # of the text of arguments: what recurs in every step, and what counts up
 
 
-def _cut_gpu(args: str) -> Cut | None:
-    found = _GPU_ARGS.match(args)
-    return (found[1] + found[3], (found[2],)) if found else None
+def _cut_gpu(args: str, _: str, __: str, ___: str) -> Cut:
+    head, _, rest = args.partition('"correlation":')
+    correlation, _, tail = rest.partition(",")
+    return head + tail, (int(correlation or 0),)
 
 
-def _cut_launch(args: str) -> Cut | None:
-    found = _LAUNCH_ARGS.match(args)
-    if not found or (found[1] is None and "External id" in args):
-        return None
-    return "", (found[2], found[1] or 0)
+def _cut_launch(args: str, external_id: str, _: str, __: str) -> Cut:
+    correlation, _, _ = args.partition('"correlation":')[2].partition(",")
+    usual = external_id or "External id" not in args
+    return "" if usual else args, (int(correlation or 0), int(external_id or 0))
 
 
-def _cut_operator(args: str) -> Cut | None:
-    found = _OPERATOR_ARGS.fullmatch(args)
-    if not found or (found[2] is None and '"Sequence number"' in args):
-        return None
-    return found[4], (found[1], found[2] or -1, found[3] or 0)
+def _cut_operator(args: str, external_id: str, sequence: str, forward_thread: str) -> Cut:
+    head, counted, rest = args.rpartition('"Ev Idx":')
+    tail = rest.partition(",")[2] if counted else rest
+    return head + tail, (int(external_id or 0), int(sequence or -1), int(forward_thread or 0))
 
 
-def _cut_nothing(_: str) -> Cut:
+def _cut_nothing(_: str, __: str, ___: str, ____: str) -> Cut:
     return "", ()
 
 
@@ -138,7 +132,7 @@ def _cut_nothing(_: str) -> Cut:
 class _Category:
     """How to read the events of one category."""
 
-    cut: Callable[[str], Cut | None]  # without parsing; None where the text is not as usual
+    cut: Callable[[str, str, str, str], Cut]  # of the text after the counters at its head, and of those counters
     fixed: Callable[[Json], Row]  # what recurs, parsed
     counters: tuple[tuple[str, int], ...] = ()  # by name, and what stands for a missing one
 
@@ -162,9 +156,13 @@ _FIXED_KEPT = 50_000  # different arguments to remember: more are there only whe
 
 # An event with a duration as Kineto writes it, or the head of any other. It excludes one character at a time, which the
 # engine runs fastest; a quote or brace within a text ends it too early, where the braces do not close, so it fails.
+_NUMBER = r":\s*(\d+)(?:,\s*|\s*(?=\}))"
+_FUNCTION = r'(?:"Record function id":\s*\d+(?:,\s*|\s*(?=\})))?'
 _EVENT = re.compile(
     r'"ph":\s*"(?:X",\s*"cat":\s*"(\w+)",\s*"name":\s*"([^"]*)",\s*"pid":[^,]+,\s*"tid":([^,]+),'
-    r'\s*"ts":([^,]+),\s*"dur":([^,]+),\s*"args":\s*\{([^}]*)\}\s*\}|[^X]")'
+    r'\s*"ts":([^,]+),\s*"dur":([^,]+),\s*"args":\s*\{\s*'
+    rf'(?:"External id"{_NUMBER})?{_FUNCTION}(?:"Sequence number"{_NUMBER}"Fwd thread id"{_NUMBER}{_FUNCTION})?'
+    r'([^}]*)\}\s*\}|[^X]")'
 )
 
 
@@ -185,39 +183,47 @@ class _Rows:
         events = _EVENT.findall(text)
         if len(events) != text.count('"ph"'):
             return None
-        for number, (category, name, thread, start, duration, args) in enumerate(events, first):
-            kind = _CATEGORIES.get(category)
-            if kind is None:
+        # what the loop needs of each category at hand: it runs once an event
+        at_hand = {
+            category: (kind.cut, self.fixed[category], self.until_us[category], self.of[category].append)
+            for category, kind in _CATEGORIES.items()
+        }
+        intern, infinity = sys.intern, math.inf
+        for number, found in enumerate(events, first):
+            category, name, thread, start, duration, external_id, sequence, forward_thread, args = found
+            if category not in at_hand:
                 continue
+            cut, texts, until_us, append = at_hand[category]
             try:
                 start_us = float(start)
-                if start_us >= self.until_us[category]:  # spares most of the work on most of a large trace
-                    self.dropped += 1
+                if not -infinity < start_us < until_us:  # spares most of the work on most of a large trace
+                    self.leave_out(start_us, category)
                     continue
-                recurring, counters = kind.cut(args) or self.parse(kind, args)
-                fixed = self.fixed[category].get(recurring)
+                recurring, counters = cut(args, external_id, sequence, forward_thread)
+                fixed = texts.get(recurring)
                 if fixed is None:
-                    fixed = self.learn(category, recurring)
+                    fixed, counters = self.learn(category, recurring, counters)
+                duration_us = self.sane_us(float(duration))
                 if "\\" in name:
                     name = json.loads(f'"{name}"')
-                self.add(category, number, name, thread, start_us, float(duration), fixed, counters)
+                append((start_us, duration_us, number, intern(name), int(thread), fixed, *counters))
             except _OF_FIELDS:
                 self.malformed += 1
         self.keep_bounds()
         return len(events)
 
-    def parse(self, kind: _Category, args: str) -> Cut:
-        """Arguments in another order than usual; raises ValueError and its like where they are no JSON."""
-        values = json.loads(f"{{{args}}}")
-        return args, tuple([values.get(key, missing) for key, missing in kind.counters])
-
-    def learn(self, category: str, recurring: str) -> Row:
-        """Parse arguments that were not seen before."""
-        fixed = _CATEGORIES[category].fixed(json.loads("{" + recurring.rstrip(", \t\r\n") + "}"))
+    def learn(self, category: str, recurring: str, counters: Sequence[int]) -> tuple[Row, Sequence[int]]:
+        """Parse arguments that were not seen before; counters that stand elsewhere than usual are among them."""
+        kind = _CATEGORIES[category]
+        values = json.loads("{" + recurring.rstrip(", \t\r\n") + "}")
+        counters = [int(values.get(key, usual)) for (key, _), usual in zip(kind.counters, counters, strict=True)]
+        fixed = kind.fixed(values)
         if len(self.fixed[category]) >= _FIXED_KEPT:
             self.fixed[category].clear()
-        self.fixed[category][recurring] = fixed = self.known.setdefault(fixed, fixed)
-        return fixed
+        fixed = self.known.setdefault(fixed, fixed)
+        if not any(key in values for key, _ in kind.counters):
+            self.fixed[category][recurring] = fixed
+        return fixed, counters
 
     def take(self, first: int, events: Sequence[Any]) -> None:
         """Take events that were parsed."""
@@ -229,35 +235,30 @@ class _Rows:
                     continue
                 args = event.get("args", {})
                 fixed = kind.fixed(args)
-                counters = [args.get(key, missing) for key, missing in kind.counters]
+                counters = [int(args.get(key, missing)) for key, missing in kind.counters]
                 fixed = self.known.setdefault(fixed, fixed)
-                times_us = (float(event["ts"]), float(event.get("dur", 0)))
-                self.add(category, number, event["name"], event["tid"], *times_us, fixed, counters)
+                start_us, duration_us = float(event["ts"]), self.sane_us(float(event.get("dur", 0)))
+                if not -math.inf < start_us < self.until_us[category]:
+                    self.leave_out(start_us, category)
+                    continue
+                row = (start_us, duration_us, number, sys.intern(event["name"]), int(event["tid"]), fixed, *counters)
+                self.of[category].append(row)
             except _OF_FIELDS:
                 self.malformed += 1
         self.keep_bounds()
 
-    def add(
-        self,
-        category: str,
-        number: int,
-        name: str,
-        thread: str | int,
-        start_us: float,
-        duration_us: float,
-        fixed: Row,
-        counters: Sequence[Any],
-    ) -> None:
-        if start_us >= self.until_us[category]:
+    def sane_us(self, duration_us: float) -> float:
+        if 0 <= duration_us <= _LONGEST_EVENT_US:
+            return duration_us
+        self.clamped += 1
+        return 0.0
+
+    def leave_out(self, start_us: float, category: str) -> None:
+        """Count an event whose start is beyond the bound, or no time."""
+        if self.until_us[category] <= start_us < math.inf:
             self.dropped += 1
-            return
-        if not math.isfinite(start_us):
-            raise ValueError(f"no time: {start_us}")
-        if not 0 <= duration_us <= _LONGEST_EVENT_US:
-            self.clamped += 1
-            duration_us = 0.0
-        row = (start_us, duration_us, number, sys.intern(name), int(thread), fixed, *map(int, counters))
-        self.of[category].append(row)
+        else:
+            self.malformed += 1
 
     def keep_bounds(self) -> None:
         """Of what is bounded keep what starts first."""
@@ -283,24 +284,23 @@ def _trace(path: Path, rows: _Rows, file: Json) -> Trace:
         group.sort()
     rows.malformed += _drop_strays(lists)
     first_us = min((group[0][0] for group in lists if group), default=0.0)
-    ranges = _records(_range, ranges, first_us)
-    metadata = {**_metadata(file), **_bound_calls(rows, calls, frames, windows(ranges), first_us)}
     counts = {"malformed_events": rows.malformed, "clamped_durations": rows.clamped, "dropped_calls": rows.dropped}
     flags = {"cuda_sync_events": syncs, "with_stack": frames}
-    return Trace(
+    trace = Trace(
         path=str(path),
         source="kineto",
         devices=_devices(file),
-        activities=_records(_activity, activities, first_us),
-        calls=_records(_call, calls, first_us),
-        launches=_records(_launch, launches, first_us),
-        ranges=ranges,
-        frames=_records(_range, frames, first_us),
-        syncs=_records(_sync, syncs, first_us),
+        activities=trace_records.activities(activities, first_us),
+        calls=trace_records.calls(calls, first_us),
+        launches=trace_records.launches(launches, first_us),
+        ranges=trace_records.ranges(ranges, first_us),
+        frames=trace_records.ranges(frames, first_us),
+        syncs=trace_records.syncs(syncs, first_us),
         options=frozenset([*filter(file.get, _OPTIONS), *filter(flags.get, flags)]),
         rank=_rank(file),
-        metadata=metadata | {name: str(count) for name, count in counts.items() if count},
+        metadata=_metadata(file) | {name: str(count) for name, count in counts.items() if count},
     )
+    return _bound_calls(rows, trace, first_us)
 
 
 def _drop_strays(lists: Iterable[list[Row]]) -> int:
@@ -314,53 +314,21 @@ def _drop_strays(lists: Iterable[list[Row]]) -> int:
     return before - sum(map(len, lists))
 
 
-def _bound_calls(
-    rows: _Rows, calls: list[Row], frames: list[Row], steps: Sequence[tuple[float, float]], first_us: float
-) -> dict[str, str]:
+def _bound_calls(rows: _Rows, trace: Trace, first_us: float) -> Trace:
     """Where operators had to be dropped: keep those of whole steps, and say which steps they are."""
     until_us = min(rows.until_us.values())
     if until_us == math.inf:
-        return {}
+        return trace
     until_s = (until_us - first_us) / 1e6
+    steps = windows(trace.ranges, trace.calls)
     whole = [end_s for _, end_s in steps if end_s <= until_s]
     until_s = max(whole, default=until_s)
-    for group in (calls, frames):
-        kept = bisect_left(group, (first_us + until_s * 1e6,))
-        rows.dropped += len(group) - kept
-        del group[kept:]
-    return {"calls_until_s": repr(until_s), "steps_with_calls": f"{len(whole)} of {len(steps)}"}
-
-
-def _records(record: Callable[..., Any], rows: list[Any], first_us: float) -> tuple[Any, ...]:
-    """The rows as records. They replace the rows one by one, because both at once would fill the memory."""
-    for i, (start_us, duration_us, number, name, *rest) in enumerate(rows):
-        # to the nanosecond, which the difference of large numbers blurs
-        rows[i] = record(number, name, round(start_us - first_us, 3) / 1e6, duration_us / 1e6, *rest)
-    return tuple(rows)
-
-
-def _activity(
-    number: int, name: str, start_s: float, duration_s: float, _: int, fixed: Row, correlation: int
-) -> Activity:
-    kind, device, stream, *launched = fixed
-    return Activity(number, kind, name, start_s, duration_s, device, stream, correlation, *launched)
-
-
-def _call(number: int, name: str, start_s: float, duration_s: float, thread: int, fixed: Row, *counters: int) -> Call:
-    external_id, sequence, forward_thread = counters
-    return Call(number, name, start_s, duration_s, thread, external_id, sequence, forward_thread, *fixed)
-
-
-def _launch(number: int, name: str, start_s: float, duration_s: float, thread: int, _: Row, *counts: int) -> Launch:
-    return Launch(number, name, start_s, duration_s, thread, *counts)
-
-
-def _range(number: int, name: str, start_s: float, duration_s: float, thread: int, _: Row) -> Range:
-    return Range(number, name, start_s, duration_s, thread)
-
-
-def _sync(number: int, _: str, start_s: float, duration_s: float, __: int, fixed: Row, correlation: int) -> SyncEdge:
-    return SyncEdge(number, fixed[0], start_s, duration_s, correlation)
+    calls, frames = (group[: bisect_left(group, until_s, key=_start_s)] for group in (trace.calls, trace.frames))
+    dropped = rows.dropped + len(trace.calls) - len(calls) + len(trace.frames) - len(frames)
+    told = {"calls_until_s": repr(until_s), "steps_with_calls": f"{len(whole)} of {len(steps)}"}
+    return replace(
+        trace, calls=calls, frames=frames, metadata={**trace.metadata, **told, "dropped_calls": str(dropped)}
+    )
 
 
 def _devices(file: Json) -> tuple[Device, ...]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from ridgeline.errors import UsageError
 from ridgeline.trace import LONGEST_EVENT_S, Activity, Device, Launch, Range, SyncEdge, Trace
+from ridgeline.trace_records import activity, launch, range_
 from ridgeline.trace_stream import Progress
 
 KERNELS, COPIES, FILLS, CUDA_CALLS, WAITS = (
@@ -167,22 +168,10 @@ def _kernels(export: _Export, names: dict[int, str], sm_count: int) -> list[Acti
     def make(event: Event, name: int, *fields: int) -> Activity:
         device, stream, correlation, gx, gy, gz, bx, by, bz, registers, static, dynamic, node = map(int, fields)
         number, start_s, duration_s = event
-        return Activity(
-            number,
-            "kernel",
-            names.get(name, "unknown"),
-            start_s,
-            duration_s,
-            device,
-            stream,
-            correlation,
-            grid=(gx, gy, gz),
-            block=(bx, by, bz),
-            registers=registers,
-            shared_bytes=static + dynamic,
-            blocks_per_sm=gx * gy * gz / sm_count if sm_count else 0.0,
-            graph_node=node or None,
-        )
+        place = (start_s, duration_s, device, stream, correlation)
+        blocks_per_sm = gx * gy * gz / sm_count if sm_count else 0.0
+        held = ((gx, gy, gz), (bx, by, bz), registers, static + dynamic, blocks_per_sm)
+        return activity(number, "kernel", names.get(name, "unknown"), *place, *held, 0, node or None)
 
     shape = dict.fromkeys(("gridX", "gridY", "gridZ", "blockX", "blockY", "blockZ"), 1)
     held = dict.fromkeys(("registersPerThread", "staticSharedMemory", "dynamicSharedMemory", "graphNodeId"), 0)
@@ -211,7 +200,7 @@ def _moved(event: Event, kind: str, name: str, *fields: int) -> Activity:
     number, start_s, duration_s = event
     device, stream, correlation, size_bytes, node = fields
     place = (start_s, duration_s, device, stream, correlation)
-    return Activity(number, kind, name, *place, bytes=size_bytes, graph_node=node or None)
+    return activity(number, kind, name, *place, (), (), 0, 0, 0.0, size_bytes, node or None)
 
 
 def _launches(export: _Export, names: dict[int, str]) -> list[Launch]:
@@ -219,7 +208,7 @@ def _launches(export: _Export, names: dict[int, str]) -> list[Launch]:
 
     def make(event: Event, name: int, thread: int, correlation: int) -> Launch:
         number, start_s, duration_s = event
-        return Launch(number, plain.get(name, "unknown"), start_s, duration_s, _thread(thread), int(correlation))
+        return launch(number, plain.get(name, "unknown"), start_s, duration_s, _thread(thread), int(correlation))
 
     return export.records(CUDA_CALLS, make, nameId=-1, globalTid=0, correlationId=0)
 
@@ -230,7 +219,7 @@ def _ranges(export: _Export, names: dict[int, str]) -> list[Range]:
         if kind not in NVTX_RANGES or name is None:
             return None
         number, start_s, duration_s = event
-        return Range(number, sys.intern(name), start_s, duration_s, _thread(thread))
+        return range_(number, sys.intern(name), start_s, duration_s, _thread(thread))
 
     return export.records(NVTX, make, eventType=NVTX_RANGES[0], globalTid=0, text=None, textId=None)
 

@@ -26,7 +26,7 @@ _LEAST_SHARE = 28 / 80
 # in one pass with the optimizer gradients are scaled as they are read, and the average need not read the weights
 _KEPT_OF_AVERAGE = 8 / 12
 _LISTED = re.compile(r"multi_tensor_apply|multitensorapply", re.IGNORECASE)
-_FUSED = re.compile(r"fused_?(adam|sgd|optimi)|^update_kernel$|^scalars_kernel$", re.IGNORECASE)
+_FUSED = re.compile(r"fused_?(adam|sgd|optimi)", re.IGNORECASE)
 _CLIPPING = re.compile(r"lp_?norm|amp_|nonfinite|clip", re.IGNORECASE)
 _AVERAGING = frozenset(("mul_", "add_", "lerp_", "mul", "add", "sub", "sub_", "copy_", "lerp"))
 _AVERAGING_LISTS = frozenset(("_fused_sgd_", "_foreach_lerp_", "_foreach_add_"))
@@ -188,7 +188,11 @@ def _updates(step: Step) -> list[Kernel]:
 
 
 def _is_fused(kernel: Kernel) -> bool:
-    return bool(_FUSED.search(kernel.activity.name)) or "fused" in " ".join(names_of(kernel))
+    return (
+        kernel.op == "ridgeline.adamw_ema"
+        or bool(_FUSED.search(kernel.activity.name))
+        or "fused" in " ".join(names_of(kernel))
+    )
 
 
 def _averaging(step: Step) -> list[Kernel]:

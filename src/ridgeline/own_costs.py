@@ -1,0 +1,140 @@
+"""Work of this project's operators from their recorded arguments: what `cost` in their kernels' files says of tensors.
+
+A trace has no texts and no lists with gaps among the arguments: activations are taken as silu, and what the 1x1
+convolutions of a chain read beside the map before them follows from their weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+from ridgeline.call_arguments import Arguments, by
+from ridgeline.call_work import Conv, Formula, Work, forward, shapes_of
+from ridgeline.profile_flops import NORM_FLOPS
+from ridgeline.trace import Dims
+
+_SILU_FLOPS, _SILU_BACKWARD_FLOPS, _DROPOUT_FLOPS = 4, 8, 2
+_AGAIN_FLOPS = 8  # mean 1, centred square 3, argument of the activation 4: what a gradient computes from x again
+_BIAS_BYTES = 4  # folded from a norm's statistics, which are fp32
+_DETECTION_BYTES = 6 * 4  # box, score and class
+
+
+def _conv_act(a: Arguments) -> Work:
+    """Bias, residual and activation ride on the product."""
+    x, weight = a.dims(0), a.dims(1)
+    conv = Conv(x, weight, a.numbers(4), a.numbers(5), (1,), groups=x[1] // weight[1])
+    return forward(a, conv, 0, 1, 2, 3)
+
+
+def _conv_chain(a: Arguments) -> Work:
+    x, weight = a.dims(0), a.dims(1)
+    conv = Conv(x, weight, a.numbers(7), a.numbers(8), (1,), groups=x[1] // weight[1])
+    return _chained(a, conv, (0, 1, 2, 3), a.call.lists[0])
+
+
+def _conv_pair_chain(a: Arguments) -> Work:
+    """Two 3x3 convolutions, of which the second reads what the first never writes, then 1x1 ones."""
+    first = Conv(a.dims(0), a.dims(1), (1,), (1,), (1,))
+    second = Conv(first.y, a.dims(3), (1,), (1,), (1,))
+    work = _chained(a, second, (0, 1, 2, 3, 4, 5), a.call.lists[0] if a.call.lists else ())
+    return Work(
+        work.flops + first.flops,
+        work.bytes,
+        f"{first} * {by(a.dims(3))}{work.shapes.removeprefix(str(second))}",
+        work.pass_,
+    )
+
+
+def _chained(a: Arguments, conv: Conv, operands: tuple[int, ...], tails: tuple[Dims, ...]) -> Work:
+    """`conv` and the 1x1 convolutions after it, with a bias each; only the last result is written."""
+    n, channels, *size = conv.y
+    pixels, item = n * prod(size), a.item(0)
+    elements, biases = 0, sum(tail[0] for tail in tails)
+    for filters, taken, *_ in tails:
+        beside = taken - channels  # channels of another map, which stands after those of the one before
+        elements += filters * taken + pixels * beside
+        channels = filters
+    flops = conv.flops + sum(2 * pixels * prod(tail) for tail in tails)
+    words = "".join(f" * {by(tail)}" for tail in tails)
+    moved_bytes = a.bytes(*operands) + (elements + pixels * channels) * item + biases * _BIAS_BYTES
+    return Work(flops, moved_bytes, f"{conv}{words}", "fprop")
+
+
+def _upsample_concat_conv_act(a: Arguments) -> Work:
+    fine, weight = a.dims(1), a.dims(2)
+    joined = (fine[0], weight[1], *fine[2:])
+    return forward(a, Conv(joined, weight, (1,), (0,), (1,)), 0, 1, 2, 3)
+
+
+def _letterbox_conv_act(a: Arguments) -> Work:
+    """A convolution of a canvas that is never written: frame and tables are read in its place."""
+    frame, rows, columns = a.dims(0), a.dims(3), a.dims(4)
+    conv = Conv((*frame[:2], *rows, *columns), a.dims(1), a.numbers(5), a.numbers(6), (1,))
+    # the frame is bytes; the result has the type of the weights
+    return Work(conv.flops, a.bytes(0, 1, 2, 3, 4) + prod(conv.y) * a.item(1), str(conv), "fprop")
+
+
+def _max_pool_chain(a: Arguments) -> Work:
+    (size,), (count,) = a.numbers(1), a.numbers(2)
+    return Work(
+        count * size**2 * prod(a.dims(0)), (count + 2) * a.bytes(0), f"{by(a.dims(0))} {size}x{size} {count} times"
+    )
+
+
+def _attention_position(a: Arguments) -> Work:
+    """softmax(qᵀk) v of every head, and a 3x3 convolution of v a channel."""
+    n, _, *size = a.dims(0)
+    channels, tokens = a.dims(1)[0], prod(size)
+    (heads,), (key_channels,) = a.numbers(3), a.numbers(4)
+    products = 2 * n * heads * tokens**2 * (key_channels + channels // heads)
+    flops = products + 2 * n * channels * tokens * prod(a.dims(1)[2:])
+    return Work(flops, a.bytes(0, 1, 2) + n * channels * tokens * a.item(0), f"qkv {by(a.dims(0))}, {heads} heads")
+
+
+def _detect_topk(a: Arguments) -> Work:
+    """One comparison a logit; every map read once."""
+    logits = [a.dims(place) for place in (3, 4, 5)]
+    rows = logits[0][0] * min(a.numbers(6)[0], sum(prod(dims[2:]) for dims in logits))
+    return Work(sum(map(prod, logits)), a.all_bytes() + rows * _DETECTION_BYTES, shapes_of(a.call))
+
+
+def _group_norm_silu(a: Arguments) -> Work:
+    # scale and shift are folded into gamma and beta
+    flops = NORM_FLOPS["training"] + _SILU_FLOPS + _dropout(a, 10)
+    return Work(flops * prod(a.dims(0)), a.all_bytes() + a.bytes(0), shapes_of(a.call))
+
+
+def _group_norm_silu_backward(a: Arguments) -> Work:
+    flops = NORM_FLOPS["backward"] + _AGAIN_FLOPS + _SILU_BACKWARD_FLOPS + _dropout(a, 12) + a.has(8)
+    return Work(flops * prod(a.dims(1)), a.all_bytes() + a.bytes(1, 2, 3, 4, 5), shapes_of(a.call))
+
+
+def _into(formula: Formula) -> Formula:
+    """Of the operator that writes into its first argument and otherwise does the same."""
+
+    def without_out(a: Arguments) -> Work | tuple[Work, ...]:
+        rest = {name: getattr(a.call, name)[1:] for name in ("shapes", "dtypes", "strides", "concrete")}
+        return formula(Arguments(replace(a.call, **rest), a.element_bytes))
+
+    return without_out
+
+
+def _dropout(a: Arguments, place: int) -> int:
+    return _DROPOUT_FLOPS if any(a.factors(place)) else 0
+
+
+_FORMULAS: dict[str, Formula] = {
+    "conv2d_act": _conv_act,
+    "depthwise_conv2d_act": _conv_act,
+    "conv_chain": _conv_chain,
+    "conv_pair_chain": _conv_pair_chain,
+    "upsample_concat_conv_act": _upsample_concat_conv_act,
+    "letterbox_conv_act": _letterbox_conv_act,
+    "max_pool_chain": _max_pool_chain,
+    "attention_position": _attention_position,
+    "detect_topk": _detect_topk,
+    "group_norm_silu": _group_norm_silu,
+    "group_norm_silu_backward": _group_norm_silu_backward,
+}
+OWN = _FORMULAS | {f"{name}_into": _into(formula) for name, formula in _FORMULAS.items()}
