@@ -1,4 +1,4 @@
-"""Write the README's tables from the rows in benchmarks/results/; with --check, fail when they differ.
+"""Write the tables of README.md and docs/index.md from the rows in benchmarks/results/; --check fails if they differ.
 
 A table stands between `<!-- table:NAME -->` and `<!-- /table -->`. Of every line of a table the newest row counts.
 """
@@ -9,29 +9,40 @@ import argparse
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 from ridgeline import units
+from ridgeline.atomic import write_file
+from ridgeline.workloads import ddpm_ladder
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")
 RESULTS = ROOT / "benchmarks" / "results"
+SCALES, RIVALS, OURS = "nsmlx", ("eager", "torch.compile"), "ridgeline"
 BLOCK = re.compile(r"(<!-- table:(?P<name>[\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="write the tables of the front pages from benchmarks/results")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a table is out of date")
     check = parser.parse_args().check
-    text = README.read_text(encoding="utf-8")
-    fresh = BLOCK.sub(lambda m: m[1] + TABLES[m["name"]](read_rows()) + m[3], text)
-    if fresh == text:
-        return 0
-    if check:
-        print("README.md: tables differ from benchmarks/results; run `make format`", file=sys.stderr)
+    rows = read_rows()
+    pages = {page: page.read_text(encoding="utf-8") for page in PAGES}
+    fresh = {page: BLOCK.sub(lambda m: m[1] + TABLES[m["name"]](rows) + m[3], text) for page, text in pages.items()}
+    stale = [page for page in PAGES if fresh[page] != pages[page]]
+    for page in () if check else stale:
+        write_file(page, partial(_write, fresh[page]))
+    if check and stale:
+        names = ", ".join(page.relative_to(ROOT).as_posix() for page in stale)
+        print(f"{names}: tables differ from benchmarks/results; run `make format`", file=sys.stderr)
         return 1
-    README.write_text(fresh, encoding="utf-8")
     return 0
+
+
+def _write(text: str, file: IO[bytes]) -> None:
+    file.write(text.encode())
 
 
 def read_rows() -> list[dict]:
@@ -75,22 +86,59 @@ def conv_kernels(rows: list[dict]) -> str:
 
 
 def detectors(rows: list[dict]) -> str:
-    """Whole detectors beside eager PyTorch and torch.compile, each as one CUDA graph, of each one's newest run."""
+    """Whole detectors beside eager PyTorch and torch.compile, each as one CUDA graph, each of its newest run.
+
+    A rival that the newest run of a detector left out keeps its row of an earlier run on the same machine, starred: a
+    ratio to the rivals that happened to be there would flatter.
+    """
     rows = [row for row in rows if row["subject"].startswith("yolo26") and row["region"] == "model"]
-    newest = {(row["subject"], row["dtype"], row["batch"]): row["run"] for row in rows}
+    subjects = {(row["dtype"], SCALES.index(row["subject"][-1]), row["batch"], row["subject"]) for row in rows}
     lines = []
-    for (subject, dtype, batch), run in newest.items():
-        seconds: dict[tuple[str, str], float] = {}
-        for row in rows:
-            if (row["subject"], row["dtype"], row["batch"], row["run"]) == (subject, dtype, batch, run):
-                place = row["stack"] if row["stack"] != "ridgeline" else row["recipe"]
-                seconds[place, row["l2"]] = min(row["median_s"], seconds.get((place, row["l2"]), row["median_s"]))
-        ours = seconds["compile", "warm"]
-        rivals = [seconds[stack, "warm"] for stack in ("eager", "torch.compile") if (stack, "warm") in seconds]
-        places = (("eager", "warm"), ("torch.compile", "warm"), ("compile", "warm"), ("compile", "cold"))
-        cells = (units.seconds(seconds[place]) if place in seconds else "" for place in places)
-        lines.append(f"| {subject} {dtype}, batch {batch} | {' | '.join(cells)} | {min(rivals) / ours:.1f} |")
+    for dtype, _, batch, subject in sorted(subjects):
+        here = [row for row in rows if (row["dtype"], row["batch"], row["subject"]) == (dtype, batch, subject)]
+        ours = _newest(here, "compile", "warm")
+        if ours is None:
+            continue
+        same = [row for row in here if all(row[name] == ours[name] for name in ("gpu", "driver", "torch"))]
+        rivals = {stack: row for stack in RIVALS if (row := _newest(same, stack, "warm"))}
+        cells = [f"{subject} {dtype}, batch {batch}"]
+        cells += [_beside(rivals[stack], ours["run"]) if stack in rivals else "" for stack in RIVALS]
+        cold = _newest([row for row in here if row["run"] == ours["run"]], "compile", "cold")
+        cells += [units.seconds(ours["median_s"]), units.seconds(cold["median_s"]) if cold else ""]
+        if rivals:
+            best = min(rivals, key=lambda stack: rivals[stack]["median_s"])
+            cells.append(f"{rivals[best]['median_s'] / ours['median_s']:.1f} to {best}")
+        else:
+            cells.append("")
+        lines.append(f"| {' | '.join(cells)} |")
     return _table("640x640 image to 300 detections | eager | torch.compile | ridgeline | L2 cold | ratio", lines)
+
+
+def _newest(rows: list[dict], place: str, l2: str) -> dict | None:
+    """The fastest row of a rival's stack, or of a recipe of ours, in the newest run that timed it."""
+    found = [
+        row for row in rows if row["l2"] == l2 and place == (row["recipe"] if row["stack"] == OURS else row["stack"])
+    ]
+    return min((row for row in found if row["run"] == found[-1]["run"]), key=lambda row: row["median_s"], default=None)
+
+
+def _beside(row: dict, run: str) -> str:
+    return units.seconds(row["median_s"]) + ("" if row["run"] == run else "*")
+
+
+def ladder(rows: list[dict]) -> str:
+    """The rungs of the DDPM training step that have rows, beside the write-up's own times; newest row of each."""
+    newest = {row["recipe"]: row for row in rows if row["subject"] == "ddpm-cifar10" and row["region"] == "step"}
+    lines = []
+    for name, rung in ddpm_ladder.BY_NAME.items():
+        if row := newest.get(name):
+            times = [units.seconds(row[field]) for field in ("median_s", "spread_s", "gpu_busy_s")]
+            theirs = "" if rung.writeup_s is None else units.seconds(rung.writeup_s, digits=5)
+            cells = (name, row["extra"]["change"], *times, f"{row['extra']['kernels']:,.0f}", theirs)
+            lines.append(f"| {' | '.join(cells)} |")
+    return _table(
+        f"rung | what it changes | wall | spread | GPU busy | kernels | write-up, {ddpm_ladder.WRITEUP_GPU}", lines
+    )
 
 
 def _table(header: str, lines: list[str]) -> str:
@@ -100,7 +148,7 @@ def _table(header: str, lines: list[str]) -> str:
     return "\n".join([f"| {header} |", "|---" * columns + "|", *lines]) + "\n"
 
 
-TABLES = {"detectors": detectors, "ceilings": ceilings, "conv-kernels": conv_kernels}
+TABLES = {"detectors": detectors, "ladder": ladder, "ceilings": ceilings, "conv-kernels": conv_kernels}
 
 if __name__ == "__main__":
     sys.exit(main())
