@@ -28,6 +28,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ridgeline.errors import EnvironmentUnusable
 
@@ -36,7 +37,7 @@ TIMEOUT_S = 180.0
 
 def request(
     kernel: Any,
-    arguments: Mapping[str, Tensor | int | None],
+    arguments: Mapping[str, Tensor | TensorDescriptor | int | None],
     constants: Mapping[str, int | float | bool | str | None],
     options: Mapping[str, Any],
     *,
@@ -142,7 +143,10 @@ class _Compiler:
         return f"{how}, {(telling or lines)[-1][:200]}"
 
 
-def _plain(value: Tensor | int | None) -> Any:
+def _plain(value: Tensor | TensorDescriptor | int | None) -> Any:
+    if isinstance(value, TensorDescriptor):
+        lists = {name: list(getattr(value, name)) for name in ("shape", "strides", "block_shape")}
+        return {"base": _plain(value.base), **lists}
     if isinstance(value, Tensor):
         return {"dtype": str(value.dtype).removeprefix("torch."), "offset": value.data_ptr() % 16}
     return value
@@ -199,13 +203,19 @@ def _answer(value: str | None, answers: TextIO) -> None:
 def _compile(plain: Mapping[str, Any]) -> str | None:
     triton.runtime.driver.set_active(_Driver(int(plain["arch"].removeprefix("sm_"))))  # pyright: ignore
     kernel = getattr(importlib.import_module(plain["module"]), plain["kernel"])
-    arguments = {
-        name: _Pointer(getattr(torch, value["dtype"]), value["offset"]) if isinstance(value, dict) else value
-        for name, value in plain["arguments"].items()
-    }
+    arguments = {name: _stand_in(value) for name, value in plain["arguments"].items()}
     compiled = kernel.warmup(**arguments, **plain["constants"], **plain["options"], grid=(1,))
     needed, limit = compiled.metadata.shared, plain["shared_limit_bytes"]
     return f"needs {needed} B of shared memory, {plain['arch']} has {limit} B" if needed > limit else None
+
+
+def _stand_in(value: Any) -> Any:
+    """What takes the place of an argument: its number, or something like its tensor or tensor map."""
+    if not isinstance(value, dict):
+        return value
+    if "base" in value:
+        return TensorDescriptor(**{**value, "base": _stand_in(value["base"])})
+    return _Pointer(getattr(torch, value["dtype"]), value["offset"])
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ class Reader:
             self.waited = True
         elif not self.waited and (name == "store" or name.startswith("atomic")):
             self.report(node, "writes before the wait: its predecessor may still read what is there")
-        elif not self.waited and name == "load" and self.dependent & _names(node.args[0]):
+        elif not self.waited and name == "load" and self.dependent & _names(_source(node)):
             self.report(node, "reads what its predecessor writes before the wait")
         elif hasattr(self.scope.get(name), "fn"):
             self.follow(node, self.scope[name])
@@ -135,7 +135,7 @@ def parsed(function: Any) -> ast.FunctionDef:
 def violations(kernel: Any) -> list[str]:
     """What in a kernel's source breaks the rule: below the wait all reads of others' results, all writes, all ends."""
     function = parsed(kernel)
-    pointers = {argument.arg for argument in function.args.args if argument.arg.endswith("_ptr")}
+    pointers = {argument.arg for argument in function.args.args if argument.arg.endswith(("_ptr", "_desc"))}
     reader = Reader(kernel.fn.__globals__, {name for name in pointers if not name.startswith(CONSTANT)})
     reader.block(function.body)
     missing = [] if reader.waited else ["a path through it does not wait at all"]
@@ -144,6 +144,12 @@ def violations(kernel: Any) -> list[str]:
 
 def _called(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def _source(load: ast.Call) -> ast.AST:
+    """What a load reads from: tl.load(pointer), or map.load(offsets) of a tensor map."""
+    owner = load.func.value if isinstance(load.func, ast.Attribute) else None
+    return load.args[0] if owner is None or (isinstance(owner, ast.Name) and owner.id == "tl") else owner
 
 
 def _names(node: ast.AST) -> set[str]:
@@ -188,6 +194,15 @@ def _reads_an_alias(x_ptr, weight_ptr, y_ptr, n, PDL: tl.constexpr):
     x = tl.load(shifted)
     wait_for_predecessor(PDL)
     tl.store(y_ptr + i, x)
+
+
+@triton.jit
+def _reads_a_tensor_map(x_desc, weight_desc, y_ptr, n, PDL: tl.constexpr):
+    i = tl.arange(0, 16)
+    w = weight_desc.load([n, 0])
+    x = x_desc.load([n, 0])
+    wait_for_predecessor(PDL)
+    tl.store(y_ptr + i, x * w)
 
 
 @triton.jit
@@ -244,6 +259,7 @@ def _never_waits(x_ptr, weight_ptr, y_ptr, n, PDL: tl.constexpr):
     ("kernel", "complaint"),
     [
         (_reads_an_alias, "reads what its predecessor writes before the wait: tl.load(shifted)"),
+        (_reads_a_tensor_map, "reads what its predecessor writes before the wait: x_desc.load([n, 0])"),
         (_reads_in_a_helper, "reads what its predecessor writes before the wait: tl.load(ptr + i)"),
         (_writes_first, "writes before the wait"),
         (_counts_first, "writes before the wait"),

@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ridgeline import tuned
 from ridgeline.cost import Cost, register_cost
@@ -68,7 +69,8 @@ class Launch:
 
     kernel: Any
     grid: tuple[int, ...]
-    arguments: Mapping[str, Tensor | int | None]  # run-time parameters; None is compiled in, as the launcher does
+    # run-time parameters; None is compiled in, as the launcher does
+    arguments: Mapping[str, Tensor | TensorDescriptor | int | None]
     constants: Mapping[str, int | float | bool | str]
     num_warps: int
     num_stages: int
@@ -356,14 +358,16 @@ def _spelled(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _triton_type(value: Tensor | int | None) -> str:
+def _triton_type(value: Tensor | TensorDescriptor | int | None) -> str:
     if isinstance(value, Tensor):
         return _POINTERS[value.dtype]
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_POINTERS[value.base.dtype].removeprefix('*')}{list(value.block_shape)}>"
     assert value is not None
     return "i32" if abs(value) <= _INT32_MAX else "i64"
 
 
-def _aligned(value: Tensor | int | None) -> bool:
+def _aligned(value: Tensor | TensorDescriptor | int | None) -> bool:
     if isinstance(value, Tensor):
         # allocations are aligned to more than 16 bytes, so only a view's offset can break it
         return value.storage_offset() * value.element_size() % 16 == 0

@@ -15,13 +15,14 @@ empty y. Raises ValueError or TypeError for any other layout, dtype or choice.
 
 The GEMM is [N HO WO, R S C] x [R S C, K]. Rows of the left matrix are never written out: each is gathered by its pixel,
 tap by tap (the method of implicit GEMM in cuDNN, Chetlur et al. 2014, with NHWC so that a tap's channels are adjacent).
+On sm_90 and later the config may have whole boxes of pixels copied instead, see `_conv2d_act_tma`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from operator import itemgetter
 from typing import Any
@@ -32,16 +33,16 @@ from torch import Tensor
 
 from ridgeline.cost import Cost
 from ridgeline.cost.conv import conv_forward, problem_of
-from ridgeline.kernels._conv import FLOATS, INT32_ELEMENTS, ConvCall, padded, reduction_step
+from ridgeline.kernels._conv import FLOATS, padded, reduction_step
 from ridgeline.kernels._conv2d_act import conv2d_act_kernel
+from ridgeline.kernels._conv2d_act_boxes import box_configs, programs, tensor_maps, worth_boxes
+from ridgeline.kernels._conv2d_act_call import PRECISIONS, Config, Problem  # noqa: F401 - kernels beside take them here
+from ridgeline.kernels._conv2d_act_tma import conv2d_act_tma_kernel, sum_parts_kernel
 from ridgeline.kernels._nhwc import conv_sample, tf32_rounding
-from ridgeline.kernels._op import Launch, Launcher, Target, define, execute, target_of, tuned_config
+from ridgeline.kernels._op import LastLaunch, Launch, Launcher, Target, define, execute, target_of, tuned_config
 
-PRECISIONS = ("tf32", "ieee")
-_MOST_CANDIDATES, _MOST_SPLIT = 32, 20  # beside the default
+_MOST_CANDIDATES, _MOST_SPLIT, _MOST_BOXED = 32, 20, 16  # beside the default
 _FEW_OUTPUTS = 2**18  # elements of y: four tiles of 16 x 32 a multiprocessor
-_MAX_OPERANDS = 96  # registers a thread for a reduction that is loaded whole
-_MAX_ACCUMULATORS = 64  # fp32 a thread; at 128 the gather's pointers no longer fit beside them: spills on sm_90
 
 
 def reference(
@@ -81,68 +82,6 @@ def cost(
     return replace(conv, read_bytes=conv.read_bytes + epilogue, pipe=pipe)
 
 
-@dataclass(frozen=True)
-class Problem(ConvCall):
-    """One call of this op, checked."""
-
-    name = "conv2d_act"
-
-    precision: str = "tf32"
-
-    def check_weight(self) -> None:
-        weight, channels = self.weight, self.x.shape[1]
-        if self.precision not in PRECISIONS:
-            self.refuse(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
-        if weight.shape[1] != channels or 0 in weight.shape:
-            self.refuse(f"groups must be 1: weight {tuple(weight.shape)} must have the {channels} channels of x")
-        if not weight.is_contiguous(memory_format=torch.channels_last) or weight.numel() >= INT32_ELEMENTS:
-            self.refuse(
-                f"weight must be channels_last with less than 2^31 elements, got strides {weight.stride()} "
-                f"for shape {tuple(weight.shape)}: use .contiguous(memory_format=torch.channels_last)"
-            )
-
-    @property
-    def on_cuda_cores(self) -> bool:
-        """No tensor core multiplies fp32 without rounding it first."""
-        return self.x.dtype == torch.float32 and self.precision == "ieee"
-
-
-@dataclass(frozen=True)
-class Config:
-    """Tile of one program: block_m pixels x block_n output channels, block_k of the reduction a step.
-
-    num_stages steps are loaded ahead; 1 means all of them, held in registers: for reductions short enough.
-    split_k blocks of the reduction are multiplied at a time, in different warps: for few tiles and a long reduction.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    split_k: int = 1
-
-    def is_valid(self, problem: Problem, target: Target) -> bool:
-        """Whether it compiles, fits the target's shared memory and keeps its accumulators in registers."""
-        blocks = (self.block_m, self.block_n, self.block_k)
-        both, element_size = self.block_m + self.block_n, problem.x.element_size()
-        step = self.block_k * self.split_k
-        steps = -(-problem.conv.c * problem.conv.taps // step)
-        operands = self.num_stages * both * step * element_size
-        registers_a_thread = both * steps * step * element_size // (4 * 32 * self.num_warps)
-        return (
-            all(block >= 16 and block & (block - 1) == 0 for block in blocks)
-            and self.num_warps in (1, 2, 4, 8)
-            and self.num_stages >= 1
-            and self.block_m * self.block_n * self.split_k <= _MAX_ACCUMULATORS * 32 * self.num_warps
-            # a warp takes whole blocks of the reduction; wgmma knows no batches, and CUDA cores no reason for them
-            and (self.split_k == 1 or (self.split_k == self.num_warps and self.block_m < 64))
-            and (self.split_k == 1 or not problem.on_cuda_cores)
-            and operands <= target.shared_bytes
-            and (self.num_stages > 1 or registers_a_thread <= _MAX_OPERANDS)
-        )
-
-
 def default_config(problem: Problem, target: Target) -> Config:
     """The largest tile that still gives every second multiprocessor one, or the smallest if none does.
 
@@ -173,7 +112,7 @@ def default_config(problem: Problem, target: Target) -> Config:
 def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
     """The default, then every other valid config worth timing, the likeliest first.
 
-    Twelve of them lose 0.4 % of what was tuned for YOLO26n on an H200, and 48 of its 54 problems nothing.
+    Twelve with pointers lose 0.4 % of what was tuned for YOLO26n on an H200, and 48 of its 54 problems nothing.
     """
     problem = Problem(**arguments)
     target = target or target_of(problem.x)
@@ -191,9 +130,15 @@ def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Confi
     tried = [(Config(m, n, *variant), i) for (m, n), (i, variant) in product(tiles, enumerate(variants))]
     worth = [c for c, _ in sorted(tried, key=lambda pair: rank(*pair)) if c != default and c.is_valid(problem, target)]
     split = [c for c in _split(problem, k) if c.is_valid(problem, target)]
+    boxes, late = box_configs(problem, target)[:_MOST_BOXED], 0
+    if worth_boxes(problem, target):
+        # boxes and the likeliest tiles without them take turns; all else comes later
+        first = [c for c in (Config(m, n, factor * k, 4, stages) for m, n, factor, stages in _WIDE) if c in worth]
+        worth, late = [*first, *(c for c in worth if c not in first)], len(first)
+    places = [(i - 0.5 if late else math.inf, c) for i, c in enumerate(boxes)]
+    places += [(i, c) for i, c in enumerate(worth[:_MOST_CANDIDATES])]
     # every fourth one is split
-    places = [(i, c) for i, c in enumerate(worth[:_MOST_CANDIDATES])]
-    places += [(3 * i + 2.5, c) for i, c in enumerate(split[:_MOST_SPLIT])]
+    places += [(late + 3 * i + 2.5, c) for i, c in enumerate(split[:_MOST_SPLIT])]
     return (default, *(config for _, config in sorted(places, key=itemgetter(0))))
 
 
@@ -217,25 +162,75 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
     if not config.is_valid(problem, target):
         raise ValueError(f"conv2d_act: {config} is not valid for {conv} on {target.arch}")
     y = problem.output()
+    choices = {
+        "K": conv.k,
+        "PRECISION": problem.precision,
+        "ROUNDING": tf32_rounding(problem.x, problem.precision, target),
+        "SPLIT": config.split_k,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+    }
+    if config.boxed:
+        return _boxed(problem, config, choices, y)
     return Launch(
         kernel=conv2d_act_kernel,
         grid=(_tiles(problem, config.block_m, config.block_n),),
         arguments=problem.arguments(y),
         constants={
             **problem.constants(y),
-            "K": conv.k,
-            "PRECISION": problem.precision,
-            "ROUNDING": tf32_rounding(problem.x, problem.precision, target),
+            **choices,
             "UNROLL": config.num_stages == 1,
-            "SPLIT": config.split_k,
             "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            "BLOCK_K": config.block_k,
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         output=y,
         pdl=problem.pdl,
+    )
+
+
+def _boxed(problem: Problem, config: Config, choices: Mapping[str, int | str], y: Tensor) -> Launch:
+    """One kernel, or two where several programs share the reduction of a tile."""
+    x_map, weight_map = tensor_maps(problem, config)
+    sides = {"BOX_N": config.box_n, "BOX_H": config.box_h, "BOX_W": config.box_w, "STRIDE": problem.stride[0]}
+    in_maps = ("H", "W", "STRIDE_H", "STRIDE_W")
+    constants = {name: value for name, value in problem.constants(y).items() if name not in in_maps}
+    arguments = {name: value for name, value in problem.arguments(y).items() if name not in ("x_ptr", "weight_ptr")}
+    whole = Launch(
+        kernel=conv2d_act_tma_kernel,
+        grid=(programs(problem, config),),
+        arguments={"x_desc": x_map, "weight_desc": weight_map, **arguments},
+        constants={**constants, **choices, **sides},
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        output=y,
+        pdl=problem.pdl,
+    )
+    if config.split_k == 1:
+        return whole
+    # sums of parts, added in their order by a kernel of its own: atomic adds would give other bits on every run
+    k = problem.conv.k
+    parts = torch.empty((config.split_k, problem.pixels, k), dtype=torch.float32, device=y.device)
+    block_m, block_n = _SUM_TILE[0], min(_SUM_TILE[1], padded(k))
+    names = ("K", "RESIDUAL_PITCH", "Y_PITCH", "ACT", "WIDE", "PDL", "SPLIT")
+    return LastLaunch(
+        kernel=sum_parts_kernel,
+        grid=(-(-problem.pixels // block_m) * -(-k // block_n),),
+        arguments={"parts_ptr": parts, **arguments},
+        constants={**{name: whole.constants[name] for name in names}, "BLOCK_M": block_m, "BLOCK_N": block_n},
+        num_warps=4,
+        num_stages=1,
+        output=y,
+        pdl=problem.pdl,
+        before=(
+            replace(
+                whole,
+                arguments={**whole.arguments, "bias_ptr": None, "residual_ptr": None, "y_ptr": parts},
+                # the epilogue's choices are the second kernel's: the first is compiled once for all of them
+                constants={**whole.constants, "RESIDUAL_PITCH": 0, "Y_PITCH": k, "ACT": "none"},
+                output=parts,
+            ),
+        ),
     )
 
 
@@ -261,6 +256,10 @@ _TILES_AT_ONCE = (
     *((64, 64), (128, 32), (32, 64), (64, 32), (16, 64), (32, 32)),
     *((128, 16), (16, 32), (64, 16), (32, 16), (16, 16)),
 )
+_SUM_TILE = (8, 128)  # pixels x channels of a program that adds parts of a reduction
+# (m, n, times the default's k, stages): with the default they come within 0.5 % of all pointer configs together, on the
+# wide layers of the H200's table
+_WIDE = ((64, 64, 1, 4), (16, 64, 1, 4), (64, 64, 2, 3), (128, 64, 1, 4), (64, 128, 2, 3), (64, 128, 1, 4))
 _SHORT_BYTES = 640  # of a reduction: 320 fp16 elements
 
 

@@ -187,7 +187,7 @@ class Problem:
 
 def is_valid(config: Config, problem: Problem, target: Target) -> bool:
     """Whether blocks end where sources end, and the plain convolution's conditions hold; its loops are pipelined."""
-    pipelined = config.num_stages > 1 and config.split_k == 1
+    pipelined = config.num_stages > 1 and config.split_k == 1 and not config.boxed
     return pipelined and problem.step % config.block_k == 0 and config.is_valid(problem.joined, target)
 
 
