@@ -27,6 +27,7 @@ from ridgeline.train_backend import TrainBackend, inductor
 
 Loss = Callable[[Any, Any], Tensor]
 
+
 @dataclass(frozen=True)
 class Parts:
     """What a step is made of, as the caller gave it."""

@@ -6,7 +6,8 @@ it fuses with its neighbours.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+
 import torch.nn.functional as F
 from torch import Tensor, fx
 
@@ -47,6 +48,5 @@ def expand_nearest(x: Tensor, factor: int) -> Tensor:
     return pixels.expand(n, h, factor, w, factor, c).reshape(n, h * factor, w * factor, c).permute(0, 3, 1, 2)
 
 
-def _all_equal(scale: object, factor: int) -> bool:
-    scales = scale if isinstance(scale, (list, tuple, torch.Size)) else (scale,)
-    return all(float(s) == factor for s in scales)
+def _all_equal(scale: float | Sequence[float], factor: int) -> bool:
+    return all(s == factor for s in (scale if isinstance(scale, Sequence) else (scale,)))

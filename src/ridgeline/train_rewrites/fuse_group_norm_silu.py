@@ -16,7 +16,7 @@ from ridgeline.train_rewrites._match import arguments, calls, finish, is_channel
 _ADDS = (operator.add, torch.add, operator.iadd)
 _MULTIPLIES = (operator.mul, torch.mul, operator.imul)
 # what casts its own operands under autocast, so that the dtype they come in does not matter
-_CASTING = (torch.conv2d, torch._C._nn.linear, F.linear, torch.matmul, torch.bmm)
+_CASTING = (torch.conv2d, F.linear, torch.matmul, torch.bmm)
 _VIEWS = ("flatten", "transpose", "permute", "reshape", "view", "unflatten")
 
 
