@@ -14,7 +14,7 @@ demo: $(READY)  ## roofline of both reference workloads, detection when weights 
 	$(BIN)/ridgeline demo --out $(OUT) $(if $(GPU),--gpu "$(GPU)") $(if $(WEIGHTS),--weights "$(WEIGHTS)") $(IMAGES)
 
 test: $(READY)  ## the whole suite; tests that need a GPU or data say so and skip
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(READY)  ## what continuous integration checks besides the tests
 	$(BIN)/ruff check $(SOURCES)

@@ -13,6 +13,9 @@ HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     assert "triton" not in sys.modules, "triton was imported before the interpreter could be switched on"
     os.environ["TRITON_INTERPRET"] = "1"
+    import quick_interpreter
+
+    quick_interpreter.install()
 
 torch.set_num_threads(1)
 

@@ -24,7 +24,6 @@ from ridgeline.kernels.attention_position import (
 from ridgeline.kernels.depthwise_conv2d_act import pack
 from ridgeline.models.blocks import Attention
 from ridgeline.numerics import TF32_EPS, compare, to_float64
-from ridgeline.sass import compile_many, inspect
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -130,34 +129,3 @@ def test_candidates_are_valid_and_start_with_the_default():
         assert found[0] == default_config(problem, H200)
         assert len(set(found)) == len(found)
         assert all(config.is_valid(problem, H200) for config in found)
-
-
-def test_machine_code():
-    """Matrix instructions, asynchronous copies, nothing spilled; with PDL the filter and bias come before the wait."""
-    cases = [("sm_89", False), ("sm_90", False), ("sm_90", True), ("sm_120", True)]
-    sample = next(s for s in SAMPLES if "YOLO26n 20x20" in s.why).arguments(torch.float16, "meta")
-    sources = [plan(target=typical_target(arch), **sample, pdl=pdl).source(arch) for arch, pdl in cases]
-    for (_, pdl), binary in zip(cases, compile_many(sources), strict=True):
-        report = inspect(binary)
-        assert report.problems == ()
-        assert report.matrix_instructions and report.async_copies > 0
-        before, waits, after = binary.ptx.partition("griddepcontrol.wait")
-        assert bool(waits) == ("griddepcontrol.launch_dependents" in binary.ptx) == pdl
-        if pdl:
-            # 9 taps of fp16, and 8 channels of an fp32 bias in two loads
-            assert before.count("ld.global") == 11 and "st.global" not in before and "cp.async" not in before
-            assert "cp.async" in after and "st.global" in after
-
-
-def test_machine_code_rounds_all_four_operands_of_fp32():
-    sample = next(s for s in SAMPLES if "YOLO26n 20x20" in s.why)
-    sources = [
-        plan(target=H200, **sample.arguments(torch.float32, "meta"), precision=precision).source("sm_90")
-        for precision in ("tf32", "ieee")
-    ]
-    tf32, ieee = compile_many(sources)
-    assert inspect(tf32).problems == () and inspect(tf32).matrix_instructions
-    # q, k, p and v: each is converted at a place of its own
-    lines = {line.split("//")[0].strip() for line in tf32.ptx.splitlines() if "cvt.rn.tf32.f32" in line}
-    assert len(lines) >= 4 * 4
-    assert "tf32" not in ieee.ptx and not inspect(ieee).matrix_instructions

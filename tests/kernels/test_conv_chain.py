@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from chain_calls import CHANNELS, DEVICE, HAS_GPU, bias, check, check_into, sliced, tails, tensor
+from chain_calls import CHANNELS, DEVICE, bias, check, check_into, sliced, tails, tensor
 from torch import Tensor
 
 from ridgeline.kernels import conv_chain
@@ -16,7 +16,7 @@ from ridgeline.kernels._op import typical_target
 from ridgeline.kernels.depthwise_conv2d_act import pack
 from ridgeline.numerics import TF32_EPS
 
-CASES = 300 if HAS_GPU else 100  # the interpreter takes a quarter of a second for one
+CASES = 300
 
 
 def chain(seed: int, *, sizes: tuple[int, ...] = (1, 2, 5)) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from ridgeline.kernels.detect_topk import (
     reference,
 )
 from ridgeline.models.postprocess import STRIDES, anchor_grid, decode_xyxy, top_detections
-from ridgeline.sass import compile_many, inspect
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 H200 = typical_target("sm_90")
@@ -331,33 +330,6 @@ def test_launches_suit_the_problem():
     found = candidates(target=H200, **arguments)
     assert found[0] == default_config(problem, H200) and len(set(found)) == len(found) > 8
     assert all(config.is_valid(problem, H200) for config in found)
-
-
-def test_machine_code():
-    """Nothing spilled, no block moved through shared memory, one atomic a program; with PDL each waits first."""
-    sample = next(s for s in SAMPLES if "YOLO26n" in s.why).arguments(torch.float16, "meta")
-    launches = []
-    # elsewhere than on sm_90 one of the three stands for all: compiling takes longer than any other test here
-    for arch, pdl, kernels in (("sm_90", True, (0, 1, 2)), ("sm_89", False, (1,)), ("sm_120", True, (0,))):
-        last = plan(target=typical_target(arch), **sample, pdl=pdl)
-        launches += [(pdl, (*last.before, last)[kernel], arch) for kernel in kernels]
-    binaries = compile_many([part.source(arch) for _, part, arch in launches])
-    for (pdl, part, _), binary in zip(launches, binaries, strict=True):
-        report = inspect(binary)
-        assert part.pdl == pdl
-        assert report.problems == ()
-        assert report.shared_bytes <= 512
-        assert report.count("ATOMG", "ATOM", "RED") == (report.kernel == "collect_kernel")
-        if report.kernel == "anchor_maxima_kernel":
-            assert {name for name in report.instructions if name.startswith("LDG")} == {"LDG.E.128"}
-        if report.kernel == "rank_kernel":
-            # four programs a multiprocessor
-            assert report.registers <= 192
-        before, waits, after = binary.ptx.partition("griddepcontrol.wait")
-        assert bool(waits) == ("griddepcontrol.launch_dependents" in binary.ptx) == pdl
-        if pdl:
-            assert not any(word in before for word in ("ld.global", "st.global", "atom.global"))
-            assert "ld.global" in after and "st.global" in after
 
 
 def test_samples_of_real_size_are_like_a_detectors_logits():

@@ -18,7 +18,6 @@ from ridgeline.kernels._nhwc import random_nhwc
 from ridgeline.kernels._op import typical_target
 from ridgeline.kernels.letterbox_conv_act import OP, Config, Problem, candidates, default_config, plan, reference
 from ridgeline.numerics import TF32_EPS, compare, to_float64
-from ridgeline.sass import compile_many, inspect
 from ridgeline.workloads import letterbox
 
 HAS_GPU = torch.cuda.is_available()
@@ -184,30 +183,40 @@ def test_padding_of_the_convolution_is_zero_and_not_grey():
     torch.testing.assert_close(seen.cpu(), expected, rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize("seed", range(16))
-def test_random_problems_against_float64(seed: int):
-    rng = random.Random(seed)
-    size = (rng.randint(2, 7), rng.randint(2, 7))
-    krs = rng.choice([(1, 3, 3), (16, 3, 3), (20, 1, 1), (8, 2, 5), (33, 3, 1)])
+def random_problem(rng: random.Random) -> dict[str, Any]:
+    """Small, with every choice open but filters that do not fit their canvas."""
+    size, pads = (rng.randint(2, 5), rng.randint(2, 5)), tuple(rng.randint(0, 2) for _ in range(4))
+    padding = rng.choice([(0, 0), (1, 1), (2, 0)])
+    canvas_h, canvas_w = size[0] + sum(pads[:2]) + 2 * padding[0], size[1] + sum(pads[2:]) + 2 * padding[1]
+    # the interpreter pays for every tap of every channel, four pixels each
+    filters = [(1, 3, 3), (16, 2, 2), (20, 1, 1), (20, 1, 1), (8, 1, 4), (33, 3, 1)]
     arguments = make(
-        n=rng.randint(1, 2), h=rng.randint(1, 12), w=rng.randint(1, 12), size=size, krs=krs, c=rng.choice([1, 3, 4]),
-        pads=tuple(rng.randint(0, 2) for _ in range(4)), dtype=rng.choice([torch.float32, torch.float16]),
-        bias=rng.random() < 0.7, act=rng.choice(["silu", "none"]),
+        n=rng.randint(1, 2), h=rng.randint(1, 12), w=rng.randint(1, 12), size=size, pads=pads,
+        c=rng.choice([1, 1, 3, 4]),
+        krs=rng.choice([(k, r, s) for k, r, s in filters if r <= canvas_h and s <= canvas_w]),
+        dtype=rng.choice([torch.float32, torch.float16]), bias=rng.random() < 0.7, act=rng.choice(["silu", "none"]),
     )  # fmt: skip
-    arguments |= {"stride": rng.choice([(1, 1), (2, 2), (1, 3)]), "padding": rng.choice([(0, 0), (1, 1), (2, 0)])}
+    arguments |= {"stride": rng.choice([(1, 1), (2, 2), (1, 3)]), "padding": padding}
     if rng.random() < 0.5:
         # as the first channels of wider pixels: BGRA, or planes that were packed together
-        c = arguments["frame"].shape[1]
-        wide = frame_of(arguments["frame"].shape[0], *arguments["frame"].shape[2:], c + 2, seed=seed)
+        n, c, h, w = arguments["frame"].shape
+        wide = frame_of(n, h, w, c + 2, seed=rng.randrange(100))
         wide[:, :c] = arguments["frame"]
         arguments["frame"] = wide[:, :c]
-    if 0 in Problem(**arguments).on_canvas.out_shape:
-        pytest.fail("a seed whose filter does not fit its canvas")
-    config = rng.choice([Config(16, 16, 1), Config(32, 32, 4), Config(64, 16, 2), Config(128, 32, 8)])
-    launch = plan(config=config, **arguments)
-    launch.output.fill_(float("nan"))
-    launch.run()
-    check(arguments, launch.output)
+    return arguments
+
+
+@pytest.mark.parametrize("first", range(0, 300, 20))
+def test_random_problems_against_float64(first: int):
+    for seed in range(first, first + 20):
+        rng = random.Random(seed)
+        arguments = random_problem(rng)
+        tiles = [Config(16, 16, 1), Config(32, 32, 4), Config(64, 16, 2), Config(64, 64, 4), Config(128, 32, 8)]
+        config = rng.choice([tile for tile in tiles if tile.is_valid(Problem(**arguments), H200)])
+        launch = plan(config=config, **arguments)
+        launch.output.fill_(float("nan"))
+        launch.run()
+        check(arguments, launch.output)
 
 
 def test_a_filter_of_many_channels_is_computed_in_blocks():
@@ -278,25 +287,6 @@ def test_tuned_rows_are_filed_under_the_dtype_of_the_weight():
     arguments = OP.samples[0].arguments(torch.bfloat16, "meta")
     assert _op.computed_in(arguments) is arguments["weight"]
     assert OP.key(**arguments).startswith("act silu, blend True, columns 12, frame 1x3x23x37, padding 1 1, precision")
-
-
-def test_machine_code_of_every_architecture():
-    """Matrix units, no spills, and a frame that is not blended costs a quarter of the byte loads."""
-    sources = {
-        "HMMA": OP.source(arch="sm_89", sample="YOLO26x"),
-        "HGMMA": OP.source(arch="sm_90", sample="YOLO26n from 720x1280"),
-        "HGMMA, single pixels": OP.source(arch="sm_90", sample="YOLO26n from 1080x1920"),
-        "HMMA, fp32": OP.source(arch="sm_120", dtype="fp32", sample="YOLO26n from 720x1280"),
-    }
-    reports = dict(zip(sources, map(inspect, compile_many(list(sources.values()))), strict=True))
-    for name, report in reports.items():
-        assert {mnemonic.split(".")[0] for mnemonic in report.matrix_instructions} == {name.split(",")[0]}
-        assert report.spill_bytes == report.local_loads == 0 and report.registers <= 255
-
-    def byte_loads(name: str) -> int:
-        return sum(n for m, n in reports[name].instructions.items() if m.startswith("LDG") and ".U8" in m)
-
-    assert byte_loads("HGMMA") == 4 * byte_loads("HGMMA, single pixels") > 0
 
 
 @pytest.mark.gpu

@@ -24,7 +24,6 @@ from ridgeline.kernels.max_pool_chain import (
     plan,
     reference,
 )
-from ridgeline.sass import compile_many, inspect
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 H200 = typical_target("sm_90")
@@ -125,20 +124,3 @@ def test_defaults_fill_the_gpu_and_candidates_are_valid():
         assert len(set(found)) == len(found)
         assert all(config.is_valid(problem, H200) for config in found)
         assert not sample.real_size or plan(target=H200, **arguments).grid[0] >= H200.sm_count
-
-
-def test_machine_code():
-    """Two halves a load, nothing spilled, both maxima at once; with PDL nothing is read before the wait."""
-    cases = [("sm_89", False), ("sm_90", False), ("sm_90", True), ("sm_120", True)]
-    sample = next(s for s in SAMPLES if "YOLO26n" in s.why).arguments(torch.float16, "meta")
-    sources = [plan(target=typical_target(arch), **sample, pdl=pdl).source(arch) for arch, pdl in cases]
-    for (_, pdl), binary in zip(cases, compile_many(sources), strict=True):
-        report = inspect(binary)
-        assert report.problems == ()
-        assert {name for name in report.instructions if name.startswith("LDG")} == {"LDG.E"}
-        assert any("HMNMX2" in name for name in report.instructions)
-        before, waits, after = binary.ptx.partition("griddepcontrol.wait")
-        assert bool(waits) == ("griddepcontrol.launch_dependents" in binary.ptx) == pdl
-        if pdl:
-            assert "ld.global" not in before and "st.global" not in before
-            assert "ld.global" in after and "st.global" in after
