@@ -28,7 +28,7 @@ class StepRecipe:
     require           raise NotEngaged where a step would run eagerly instead
     max_graphs        graphs kept, one a batch shape and mode; further shapes run eagerly
     scale             of the loss in fp16
-    rewrites          of the compiled graph, by name (train_rewrites.PIPELINE); maps must be channels-last for most
+    rewrites          of the compiled graph, by name (train_rewrites.PIPELINE); they take channels-last maps
     optimizer_kernel  clip, AdamW and average in one pass (kernels/adamw_ema): "auto" where a GPU has fp32 weights in
                       torch.optim.AdamW, "always" or NotEngaged, "never"
     generators        that the loss draws from, besides the default ones; on the model's device
@@ -42,7 +42,7 @@ class StepRecipe:
     require: bool = False
     max_graphs: int = 4
     scale: ScaleRule = field(default_factory=ScaleRule)
-    rewrites: tuple[str, ...] = tuple(BY_NAME)
+    rewrites: tuple[str, ...] = ()
     optimizer_kernel: str = "auto"
     generators: tuple[torch.Generator, ...] = ()
 
@@ -62,10 +62,10 @@ class StepRecipe:
 
 # "writeup-5" is what PyTorch's own kernels reach in one graph; the others add ridgeline's
 NAMED = {
-    "bf16": StepRecipe(channels_last=True),
-    "fp16": StepRecipe(dtype="fp16", channels_last=True),
-    "fp32": StepRecipe(dtype="fp32", channels_last=True),
-    "writeup-5": StepRecipe(channels_last=True, rewrites=(), optimizer_kernel="never"),
+    "bf16": StepRecipe(channels_last=True, rewrites=tuple(BY_NAME)),
+    "fp16": StepRecipe(dtype="fp16", channels_last=True, rewrites=tuple(BY_NAME)),
+    "fp32": StepRecipe(dtype="fp32", channels_last=True, rewrites=tuple(BY_NAME)),
+    "writeup-5": StepRecipe(channels_last=True, optimizer_kernel="never"),
 }
 
 
