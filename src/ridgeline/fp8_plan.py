@@ -14,7 +14,7 @@ from itertools import combinations
 
 from ridgeline.cost import Call
 from ridgeline.errors import UsageError
-from ridgeline.roofline import QUANTISE_DYNAMIC, QUANTISE_FUSED, QUANTISE_STATIC, bound
+from ridgeline.roofline import QUANTISE_DYNAMIC, QUANTISE_FUSED, QUANTISE_STATIC, bound, fp8_seconds
 from ridgeline.specs import DeviceSpec
 
 PASSES = ("forward", "dgrad", "wgrad")
@@ -122,7 +122,7 @@ def _fp8_s(call: Call, spec: DeviceSpec) -> float:
     assert call.cost is not None
     operands = sum(use.numel for use in call.inputs)
     results = sum(use.bytes for use in call.outputs)
-    return max(call.cost.flops / spec.rate("tensor_fp8"), (operands + results) / spec.bandwidth)
+    return fp8_seconds(call.cost.flops, operands, results, spec)
 
 
 def _best(bf16_s: Mapping[str, float], fp8_s: Mapping[str, float], quantise_s: Mapping[str, float]) -> tuple[str, ...]:

@@ -151,10 +151,14 @@ def fp8_pays(
             f"fp8_pays: needs work and data, got {flops=}, {input_elements=}, {weight_elements=}, {output_elements=}"
         )
     bf16_bytes = 2 * (input_elements + weight_elements + output_elements)
-    fp8_bytes = input_elements + weight_elements + 2 * output_elements
     bf16_s = max(flops / spec.rate("tensor_bf16"), bf16_bytes / spec.bandwidth)
-    fp8_s = max(flops / spec.rate("tensor_fp8"), fp8_bytes / spec.bandwidth)
+    fp8_s = fp8_seconds(flops, input_elements + weight_elements, 2 * output_elements, spec)
     return Fp8Choice(bf16_s, fp8_s + quantise_bytes * input_elements / spec.bandwidth)
+
+
+def fp8_seconds(flops: float, operand_elements: float, result_bytes: float, spec: DeviceSpec) -> float:
+    """Roofline time of a product whose operands are FP8 already. Raises EnvironmentUnusable on a GPU without FP8."""
+    return max(flops / spec.rate("tensor_fp8"), (operand_elements + result_bytes) / spec.bandwidth)
 
 
 def fp8_break_even_filters(kernel_area: int, spec: DeviceSpec, *, quantise_bytes: float = QUANTISE_STATIC) -> float:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from ridgeline.trace import Activity, Call, Launch
 
-PHASES = ("forward", "backward", "optimizer", "other")
 CAUSES = ("loader", "sync", "launch", "copy", "compile", "unknown")  # why the GPU stood idle
 
 
@@ -32,7 +31,7 @@ class Kernel:
     op: str = ""  # the operator a person would name: "aten.convolution", "triton_poi_fused_…", "" where unattributed
     module: str = ""  # dotted path, or "Conv2d_3" where that is all the trace has
     source: str = ""  # "net.py:42", "" without stacks
-    phase: str = "other"
+    phase: str = "other"  # or "forward", "backward", "optimizer"
     shapes: str = ""  # the problem in words, "" without shapes: "128x256x32x32 * 256x256x3x3"
     flops: float | None = None
     bytes: float | None = None  # compulsory traffic; None where no formula knows

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-KINDS = ("kernel", "memcpy", "memset")
 LONGEST_EVENT_S = 3600.0  # what is written as longer never ended: readers make it 0 and count it
 
 Dims = tuple[int, ...]
@@ -18,7 +17,7 @@ class Activity:
     """One kernel, copy or fill on the GPU."""
 
     id: int
-    kind: str  # one of KINDS
+    kind: str  # "kernel", "memcpy" or "memset"
     name: str
     start_s: float
     duration_s: float

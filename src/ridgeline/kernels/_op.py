@@ -213,25 +213,36 @@ def define(
     reference, unless Triton's interpreter runs the kernel. `stores_into` also registers `ridgeline::<name>_into`, whose
     first argument `out` is handed to `plan`.
     """
-    name = call.__name__
-    # needs_exact_strides: Inductor would otherwise hand over whatever layout its neighbours prefer
-    op = torch.library.custom_op(f"ridgeline::{name}", call, mutates_args=(), tags=(torch.Tag.needs_exact_strides,))
 
-    @op.register_fake
-    def _(*args: Any, **kwargs: Any) -> Tensor:
+    def fake(*args: Any, **kwargs: Any) -> Tensor:
         y = reference(*args, **kwargs)
         return torch.empty_like(y, memory_format=torch.channels_last if y.dim() == 4 else torch.contiguous_format)
 
-    if not INTERPRETED:
+    def on_cpu(*args: Any, **kwargs: Any) -> Tensor:
+        y = reference(*args, **kwargs)
+        return y.contiguous(memory_format=torch.channels_last) if y.dim() == 4 else y.contiguous()
 
-        @op.register_kernel("cpu")
-        def _(*args: Any, **kwargs: Any) -> Tensor:
-            y = reference(*args, **kwargs)
-            return y.contiguous(memory_format=torch.channels_last) if y.dim() == 4 else y.contiguous()
-
+    name = call.__name__
+    op = register(call, fake=fake, on_cpu=on_cpu, cost=cost)
     if autograd is not None:
         op.register_autograd(autograd.backward, setup_context=autograd.setup)
+    into = _define_into(call, op, cost, launcher) if stores_into else None
+    return Op(name, op, reference, cost, launcher, samples, dtypes, error_factor, into)
 
+
+def register(
+    call: Callable[..., Any], *, fake: Callable[..., Any], on_cpu: Callable[..., Any], cost: Callable[..., Cost]
+) -> Any:
+    """The operator `ridgeline::<name of call>` with its fake and CPU kernels and its cost: `define` less gradients.
+
+    `on_cpu` runs where Triton's interpreter does not run the kernel.
+    """
+    name = call.__name__
+    # needs_exact_strides: Inductor would otherwise hand over whatever layout its neighbours prefer
+    op = torch.library.custom_op(f"ridgeline::{name}", call, mutates_args=(), tags=(torch.Tag.needs_exact_strides,))
+    op.register_fake(fake)
+    if not INTERPRETED:
+        op.register_kernel("cpu")(on_cpu)
     packet = getattr(torch.ops.ridgeline, name)
 
     @register_flop_formula(packet, get_raw=True)
@@ -239,8 +250,7 @@ def define(
         return cost(*args, **kwargs).flops
 
     register_cost(packet, cost, kind=name)
-    into = _define_into(call, op, cost, launcher) if stores_into else None
-    return Op(name, op, reference, cost, launcher, samples, dtypes, error_factor, into)
+    return op
 
 
 def _define_into(

@@ -25,9 +25,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from ridgeline.cost import Cost, register_cost
+from ridgeline.cost import Cost
 from ridgeline.cost.norm import BACKWARD_FLOPS
 from ridgeline.kernels._conv import FLOATS
 from ridgeline.kernels._group_norm_silu_backward import (
@@ -49,13 +48,13 @@ from ridgeline.kernels._group_norm_silu_call import (
 )
 from ridgeline.kernels._nhwc import cdiv, next_power_of_2
 from ridgeline.kernels._op import (
-    INTERPRETED,
     LastLaunch,
     Launch,
     Launcher,
     Op,
     Target,
     check_launchable,
+    register,
     target_of,
     tuned_config,
 )
@@ -243,50 +242,27 @@ def parameters_launch(call: BackwardCall, launch: Launch, found: tuple[Tensor, .
 
 def _empty(call: BackwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Uninitialised dgamma, dbeta, dscale, dshift."""
-
-    def like(tensor: Tensor | None) -> Tensor:
-        if tensor is None:
-            return call.x.new_empty(0)
-        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
-
-    return like(call.gamma), like(call.beta), like(call.scale), like(call.shift)
-
-
-def _register() -> Any:
-    """The operator `ridgeline::group_norm_silu_backward`, as `define` would make it of an op with one result."""
-    op = torch.library.custom_op(
-        "ridgeline::group_norm_silu_backward",
-        group_norm_silu_backward,
-        mutates_args=(),
-        tags=(torch.Tag.needs_exact_strides,),
+    return (
+        _like(call.gamma, call.x),
+        _like(call.beta, call.x),
+        _like(call.scale, call.x),
+        _like(call.shift, call.x),
     )
 
-    @op.register_fake
-    def _(dy: Tensor, x: Tensor, *parameters: Tensor | None, **choices: Any) -> Gradients:  # noqa: ARG001
-        def like(tensor: Tensor | None) -> Tensor:
-            if tensor is None:
-                return x.new_empty(0)
-            return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
-        dx = torch.empty_like(x, memory_format=torch.channels_last)
-        dgamma, dbeta, dscale, dshift = map(like, (*parameters, None, None)[:4])
-        return dx, dgamma, dbeta, dscale, dshift
+def _like(tensor: Tensor | None, x: Tensor) -> Tensor:
+    """Where the gradient of a parameter goes; nothing for one that is absent."""
+    return x.new_empty(0) if tensor is None else torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
-    if not INTERPRETED:
 
-        @op.register_kernel("cpu")
-        def _(*args: Any, **kwargs: Any) -> Gradients:
-            dx, dgamma, dbeta, dscale, dshift = gradients(*args, **kwargs)
-            return dx.contiguous(memory_format=torch.channels_last), dgamma, dbeta, dscale, dshift
+def _fake(dy: Tensor, x: Tensor, *parameters: Tensor | None, **choices: Any) -> Gradients:  # noqa: ARG001
+    dgamma, dbeta, dscale, dshift = (_like(tensor, x) for tensor in (*parameters, None, None)[:4])
+    return torch.empty_like(x, memory_format=torch.channels_last), dgamma, dbeta, dscale, dshift
 
-    packet = torch.ops.ridgeline.group_norm_silu_backward
 
-    @register_flop_formula(packet, get_raw=True)
-    def _(*args: Any, out_val: Any = None, **kwargs: Any) -> int:  # noqa: ARG001
-        return cost(*args, **kwargs).flops
-
-    register_cost(packet, cost, kind="group_norm_silu_backward")
-    return op
+def _on_cpu(*args: Any, **kwargs: Any) -> Gradients:
+    dx, *others = gradients(*args, **kwargs)
+    return (dx.contiguous(memory_format=torch.channels_last), *others)  # pyright: ignore[reportReturnType]
 
 
 SAMPLES = (
@@ -304,7 +280,7 @@ SAMPLES = (
 
 OP = Op(
     name="group_norm_silu_backward",
-    call=_register(),
+    call=register(group_norm_silu_backward, fake=_fake, on_cpu=_on_cpu, cost=cost),
     reference=reference,
     cost=cost,
     launcher=Launcher(plan, candidates),

@@ -23,7 +23,7 @@ correct anything.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from statistics import median
 
 from ridgeline.errors import UsageError
@@ -158,6 +158,13 @@ def unset(rule: str, step: Step, names: Sequence[str], *, remedy: str) -> Iterab
     missing = [name for name in names if name not in step.settings]
     if missing:
         yield Abstention(rule, f"the profile does not say {' and '.join(missing)}: {remedy}")
+
+
+def numbers(rule: str, step: Step, names: Sequence[str], *, remedy: str) -> Generator[Abstention, None, list[float]]:
+    """`yield from` it for settings as numbers, in order; where some are missing it abstains, and there are none."""
+    missing = tuple(unset(rule, step, names, remedy=remedy))
+    yield from missing
+    return [] if missing else [number(step, name) for name in names]
 
 
 def number(step: Step, name: str) -> float:

@@ -11,7 +11,7 @@ from statistics import mean, pstdev
 
 from ridgeline import units
 from ridgeline.finding import Abstention, Finding
-from ridgeline.rules._rule import LAUNCHES, MOST_EVIDENCE, gap_evidence, gap_total, gaps_of, notable, number, unset
+from ridgeline.rules._rule import LAUNCHES, MOST_EVIDENCE, gap_evidence, gap_total, gaps_of, notable, number, numbers
 from ridgeline.step_view import Step
 
 COVERED = (0.95, 1.02)  # kernel time over event-timed GPU time, within which a trace is whole
@@ -55,11 +55,10 @@ def recompiles(step: Step) -> Iterable[Finding | Abstention]:
     Holds for runs that were watched for at least some hundred steps; on long runs the cost may be paid off.
     """
     names = ("recompiles", "recompile_s", "steps")
-    missing = tuple(unset("H13", step, names, remedy="profile a run of more steps under `ridgeline profile`"))
-    yield from missing
-    if missing or number(step, "recompiles") < 1:
+    known = yield from numbers("H13", step, names, remedy="profile a run of more steps under `ridgeline profile`")
+    if not known or known[0] < 1:
         return
-    count, seconds, steps = (number(step, name) for name in names)
+    count, seconds, steps = known
     yield Finding(
         rule="H13",
         title=f"{count:.0f} recompilations in {steps:.0f} steps took {units.seconds(seconds)},"
@@ -80,12 +79,11 @@ def disturbed_host(step: Step) -> Iterable[Finding | Abstention]:
 
     Holds where no other process uses the cores; only a run with fewer threads tells what it costs.
     """
-    missing = tuple(unset("H15", step, ("cpus", "threads"), remedy="take the profile with `ridgeline profile`"))
-    yield from missing
+    known = yield from numbers("H15", step, ("cpus", "threads"), remedy="take the profile with `ridgeline profile`")
     durations = [launch.duration_s for launch in step.launches if launch.name in LAUNCHES]
-    if missing or len(durations) < 2:
+    if not known or len(durations) < 2:
         return
-    cpus, threads = number(step, "cpus"), number(step, "threads")
+    cpus, threads = known
     workers = float(step.settings.get("loader_workers", "0") or 0)
     spread = pstdev(durations) / mean(durations)
     if threads + workers <= cpus or spread <= _SPREAD:
@@ -114,11 +112,10 @@ def many_graphs(step: Step) -> Iterable[Finding | Abstention]:
     if graphs < _SEVERAL:
         return
     names = ("memory_reserved_bytes", "memory_allocated_bytes")
-    missing = tuple(unset("W2", step, names, remedy="take the profile with `ridgeline profile`"))
-    yield from missing
-    if missing:
+    known = yield from numbers("W2", step, names, remedy="take the profile with `ridgeline profile`")
+    if not known:
         return
-    reserved, allocated = (number(step, name) for name in names)
+    reserved, allocated = known
     if reserved <= 2 * allocated:
         return
     yield Finding(
@@ -142,11 +139,10 @@ def low_clocks(step: Step) -> Iterable[Finding | Abstention]:
     Holds for clocks read under load; whatever was timed in that state was timed on a slower GPU.
     """
     names = ("sm_clock_mhz", "sm_clock_max_mhz")
-    missing = tuple(unset("W3", step, names, remedy="take the profile where the driver shows its clocks"))
-    yield from missing
-    if missing:
+    known = yield from numbers("W3", step, names, remedy="take the profile where the driver shows its clocks")
+    if not known:
         return
-    clock, most = (number(step, name) for name in names)
+    clock, most = known
     reasons = step.settings.get("throttle_reasons", "")
     throttled = reasons.strip().lower() not in _NO_THROTTLE
     if clock >= _FULL_CLOCK * most and not throttled:
@@ -173,11 +169,10 @@ def memory_headroom(step: Step) -> Iterable[Finding | Abstention]:
     if not step.trained:
         return
     names = ("memory_peak_bytes", "memory_total_bytes")
-    missing = tuple(unset("W4", step, names, remedy="take the profile with `ridgeline profile`"))
-    yield from missing
-    if missing:
+    known = yield from numbers("W4", step, names, remedy="take the profile with `ridgeline profile`")
+    if not known:
         return
-    peak, total = (number(step, name) for name in names)
+    peak, total = known
     if peak >= _ROOMY * total:
         return
     yield Finding(
@@ -218,13 +213,12 @@ def incomplete(step: Step) -> Iterable[Finding | Abstention]:
 
     Holds wherever the GPU's time was also taken by events.
     """
-    missing = tuple(unset("W6", step, ("coverage",), remedy="take the profile with `ridgeline profile`"))
-    yield from missing
-    if missing or COVERED[0] <= number(step, "coverage") <= COVERED[1]:
+    known = yield from numbers("W6", step, ("coverage",), remedy="take the profile with `ridgeline profile`")
+    if not known or COVERED[0] <= known[0] <= COVERED[1]:
         return
     yield Finding(
         rule="W6",
-        title=f"the trace holds {units.percent(number(step, 'coverage'))} of the GPU's time",
+        title=f"the trace holds {units.percent(known[0])} of the GPU's time",
         fix="Profile again: no profiler session before a graph is captured, and a synchronised start and end.",
         verb="ridgeline profile",
         saving=None,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import colorsys
-import os
-import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,6 +11,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from ridgeline.atomic import write_file
 from ridgeline.errors import UsageError
 from ridgeline.workloads.detection import Detection, FileResult
 from ridgeline.workloads.images import EXTENSIONS
@@ -92,19 +91,9 @@ def save_image(path: str | Path, image: NDArray[np.uint8]) -> None:
         h, w = image.shape[:2]
         raise UsageError(f"an image of {w} x {h} pixels cannot be stored as {extension}: choose .png")
     try:
-        _replace_file(path, data.tobytes())
+        write_file(path, lambda file: file.write(data.tobytes()))
     except OSError as error:
         raise UsageError(f"'{path}' cannot be written ({error.strerror}): choose another place") from error
-
-
-def _replace_file(path: Path, data: bytes) -> None:
-    # in the same folder, because a rename across file systems is a copy
-    temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
-    try:
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _draw_label(canvas: NDArray[np.uint8], text: str, corner: tuple[int, int], colour: Colour) -> None:
