@@ -8,7 +8,7 @@ import pytest
 import traces_made as made
 from ridgeline.completeness import check
 from ridgeline.errors import EnvironmentUnusable
-from ridgeline.trace import Activity, Launch, Trace
+from ridgeline.trace import Activity, Launch, Range, Trace
 from ridgeline.trace_reader import read_trace
 
 REAL = Path(__file__).parent / "fixtures" / "traces"
@@ -90,6 +90,53 @@ def test_launches_that_left_no_kernel_are_counted() -> None:
 @pytest.mark.parametrize("trace", [launched(40, lost=1), launched(40, lost=10, capture=True)], ids=["few", "capture"])
 def test_a_launch_cut_off_or_captured_is_no_loss(trace: Trace) -> None:
     assert check(trace, None) is None
+
+
+def waiting(*, kept: slice = slice(None), late_us: float = 900.0, steps: int = 4) -> Trace:
+    """Steps of a graph of ten 10 µs kernels and one kernel by itself, 1 ms apart; the host launches both `late_us` in.
+
+    `kept` are the graph's kernels that the profiler saw.
+    """
+    launches, activities, ranges = [], [], []
+    for step in range(steps):
+        begin_s, alone, graph = step * 1e-3, 1 + 2 * step, 2 + 2 * step
+        launched_s = begin_s + late_us * 1e-6
+        ranges.append(Range(10_000 + step, f"ProfilerStep#{step}", begin_s, 1e-3, 1))
+        launches.append(Launch(alone, "cudaLaunchKernel", launched_s, 2e-6, 1, alone))
+        launches.append(Launch(graph, "cudaGraphLaunch", launched_s + 2e-6, 2e-6, 1, graph))
+        # it takes 60 µs, so that all of the graph is launched long before it begins
+        activities.append(Activity(100 * alone, "kernel", "k", launched_s + 4e-6, 61e-6, 0, 7, alone))
+        starts = [begin_s + 0.97e-3 + i * 11e-6 for i in range(10)]
+        activities += [Activity(100 * graph, "kernel", "k", start_s, 10e-6, 0, 7, graph) for start_s in starts[kept]]
+    return Trace("waits.json", "kineto", (), tuple(activities), launches=tuple(launches), ranges=tuple(ranges))
+
+
+@pytest.mark.parametrize("timed_us", [400.0, 999.0, 5020.0])
+def test_a_step_that_waits_for_its_host_may_take_any_time(timed_us: float) -> None:
+    """Its pauses are the host's, which the profiler slows, and another process beside it may slow more."""
+    assert check(waiting(), timed_us * 1e-6) == 1.0
+
+
+@pytest.mark.parametrize("kept", [slice(6, None), slice(0, 10, 9)], ids=["first", "middle"])
+def test_kernels_are_missed_where_the_host_was_not_late(kept: slice) -> None:
+    with pytest.raises(EnvironmentUnusable, match=r"of GPU work and .* of pauses in the trace, and 5\.02 ms by events"):
+        check(waiting(kept=kept), 5.02e-3)
+
+
+def test_a_step_that_no_other_follows_is_held_to_its_time() -> None:
+    with pytest.raises(EnvironmentUnusable, match="kernels are missing"):
+        check(waiting(steps=1), 5.02e-3)
+
+
+def test_kernels_launched_one_by_one_are_vouched_for_by_their_launches() -> None:
+    """Ten a step, each launched when the GPU had finished the one before."""
+    launches = [Launch(i, "cudaLaunchKernel", i * 100e-6, 6e-6, 1, i + 1) for i in range(40)]
+    kernels = [Activity(100 + i, "kernel", "k", i * 100e-6 + 8e-6, 2e-6, 0, 7, i + 1) for i in range(40)]
+    steps = [Range(200 + i, f"ProfilerStep#{i}", i * 1e-3 - 1e-6, 1e-3, 1) for i in range(4)]
+    trace = Trace("eager.json", "kineto", (), tuple(kernels), launches=tuple(launches), ranges=tuple(steps))
+    assert check(trace, 5.02e-3) == 1.0
+    with pytest.raises(EnvironmentUnusable, match="slower or other steps"):
+        check(trace, 15e-6)
 
 
 def test_a_gpu_time_of_zero_is_a_mistake() -> None:

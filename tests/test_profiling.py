@@ -557,3 +557,4 @@ def test_a_script_on_the_gpu_is_profiled_by_the_command(tmp_path):
     found = ridgeline.explain(tmp_path / "run" / "run.json")
     assert found.subject == "train"
     assert found.wall is not None and found.wall.n == 30
+    assert found.coverage == 1.0  # its pauses are the host's, however long they were

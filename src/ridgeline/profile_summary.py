@@ -149,7 +149,7 @@ def limits(profile: Profile) -> tuple[str, ...]:
     if profile.coverage is None:
         lines.append("Nobody timed the GPU beside the trace, so kernels missing from the trace would go unnoticed.")
     else:
-        lines.append(f"The trace holds {units.percent(profile.coverage)} of the GPU time that events measured.")
+        lines.append(f"The trace accounts for {units.percent(profile.coverage)} of the GPU time that events measured.")
     if profile.wall is None:
         lines.append("No step was timed without the profiler, which slows the host: idle time is an upper bound.")
     lines += [f"{abstention.rule} did not look: {abstention.reason}." for abstention in profile.abstentions]

@@ -1,0 +1,159 @@
+"""The kernel of conv2d_fprop and conv2d_dgrad for sm_90: one warp copies, two or one groups of four multiply.
+
+Written in Gluon, because there wgmma reads both operands from shared memory, as the tensor memory accelerator (TMA)
+left them: boxes of pixels, a filter tap being a shift of the box, elements outside the map being zeros. No thread
+computes an address or a mask. A program takes one output tile after another; the next tile's first boxes arrive while
+the present one is stored.
+
+A tensor map of x, y has the axes [N, H, W, C] and of the weight [K, R S, C], C adjacent. With DGRAD "x" is the gradient
+of y: the reduction runs over K, and the taps run backward.
+"""
+
+# In a kernel a constexpr stands for its value, which the type checker cannot know.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def conv2d_gluon_kernel(
+    x_desc, weight_desc, y_desc, bias_ptr,
+    images, H, W,  # of y
+    REDUCED: gl.constexpr, OUT: gl.constexpr,  # channels of x and of y
+    R: gl.constexpr, S: gl.constexpr, TOP: gl.constexpr, LEFT: gl.constexpr,  # rows and columns of zeros around x
+    DGRAD: gl.constexpr,
+    BOX_N: gl.constexpr, BOX_H: gl.constexpr, BOX_W: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, PIECES: gl.constexpr,  # in which a tile is stored, a power of two
+):  # fmt: skip
+    a = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BOX_N, BOX_H, BOX_W, BLOCK_K], x_desc.layout)
+    b = gl.allocate_shared_memory(weight_desc.dtype, [STAGES] + weight_desc.block_type.shape, weight_desc.layout)  # noqa: RUF005
+    c = gl.allocate_shared_memory(y_desc.dtype, [BOX_N, BOX_H, BOX_W, BLOCK_N // PIECES], y_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    fence_async_shared()
+    down = gl.cdiv(H, BOX_H)
+    across = gl.cdiv(W, BOX_W)
+    tiles = gl.cdiv(images, BOX_N) * down * across * ((OUT + BLOCK_N - 1) // BLOCK_N)
+    gl.warp_specialize(
+        [
+            (_multiply, (y_desc, bias_ptr, a, b, c, full, empty, tiles, down, across, REDUCED, OUT, R * S, DGRAD,
+                         BLOCK_N, BLOCK_K, STAGES, PIECES)),
+            (_copy, (x_desc, weight_desc, a, b, full, empty, tiles, down, across, REDUCED, OUT, R, S, TOP, LEFT, DGRAD,
+                     BLOCK_N, BLOCK_K, STAGES)),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _place(
+    tile, down, across, OUT: gl.constexpr,
+    BOX_N: gl.constexpr, BOX_H: gl.constexpr, BOX_W: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """First image, row, column and channel of a tile; tiles of the same pixels are neighbours, for the L2."""
+    CHANNEL_TILES: gl.constexpr = (OUT + BLOCK_N - 1) // BLOCK_N
+    box = tile // CHANNEL_TILES
+    n = box // (down * across) * BOX_N
+    return n, box // across % down * BOX_H, box % across * BOX_W, tile % CHANNEL_TILES * BLOCK_N
+
+
+@gluon.jit
+def _copy(
+    x_desc, weight_desc, a, b, full, empty, tiles, down, across,
+    REDUCED: gl.constexpr, OUT: gl.constexpr, R: gl.constexpr, S: gl.constexpr, TOP: gl.constexpr, LEFT: gl.constexpr,
+    DGRAD: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    BLOCKS: gl.constexpr = (REDUCED + BLOCK_K - 1) // BLOCK_K
+    box: gl.constexpr = x_desc.block_type.shape
+    step = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        n, h, w, first = _place(tile, down, across, OUT, box[0], box[1], box[2], BLOCK_N)
+        for tap in range(R * S):
+            for block in range(BLOCKS):
+                stage = step % STAGES
+                # passes at once in the first round: the barrier's phase before its first is done by definition
+                mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+                mbarrier.expect(full.index(stage), x_desc.block_type.nbytes + weight_desc.block_type.nbytes)
+                x_place = [n, h + tap // S - TOP, w + tap % S - LEFT, block * BLOCK_K]
+                tma.async_copy_global_to_shared(x_desc, x_place, full.index(stage), a.index(stage))
+                if DGRAD:  # noqa: SIM108 - a branch of the compiler's, not of the program's
+                    place = [block * BLOCK_K, R * S - 1 - tap, first]
+                else:
+                    place = [first, tap, block * BLOCK_K]
+                tma.async_copy_global_to_shared(weight_desc, place, full.index(stage), b.index(stage))
+                step += 1
+
+
+@gluon.jit
+def _multiply(
+    y_desc, bias_ptr, a, b, c, full, empty, tiles, down, across,
+    REDUCED: gl.constexpr, OUT: gl.constexpr, TAPS: gl.constexpr, DGRAD: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr,
+):  # fmt: skip
+    STEPS: gl.constexpr = TAPS * ((REDUCED + BLOCK_K - 1) // BLOCK_K)
+    box: gl.constexpr = y_desc.block_type.shape
+    BLOCK_M: gl.constexpr = box[0] * box[1] * box[2]
+    # an instruction reduces over 32 bytes
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_N, 256 // a.dtype.primitive_bitwidth]
+    )
+    step = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        n, h, w, first = _place(tile, down, across, OUT, box[0], box[1], box[2], BLOCK_N)
+        acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
+        for k in range(STEPS):
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+            pixels = a.index(stage).reshape([BLOCK_M, BLOCK_K])
+            if DGRAD:
+                weights = b.index(stage).reshape([BLOCK_K, BLOCK_N])
+            else:
+                weights = b.index(stage).reshape([BLOCK_N, BLOCK_K]).permute((1, 0))
+            acc = warpgroup_mma(pixels, weights, acc, is_async=True)
+            # one product stays in flight; what the one before it read may be overwritten
+            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+            step += 1
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+        if bias_ptr is not None:
+            channel = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
+            bias = gl.load(bias_ptr + channel, mask=channel < OUT, other=0.0).to(gl.float32)
+            acc += bias[None, :]
+        _store(y_desc, c, acc.to(c.dtype), n, h, w, first, BLOCK_M, BLOCK_N, PIECES)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _store(
+    y_desc, c, y, n, h, w, first,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PIECES: gl.constexpr,
+):  # fmt: skip
+    """Through shared memory, in pieces of the channels; what lies beyond the map is not stored."""
+    if PIECES == 1:
+        # the copy before this one may still read
+        tma.store_wait(0)
+        gl.thread_barrier()
+        c.reshape([BLOCK_M, BLOCK_N]).store(y)
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(y_desc, [n, h, w, first], c)
+    else:
+        low, high = gl.split(y.reshape([BLOCK_M, 2, BLOCK_N // 2]).permute((0, 2, 1)))
+        _store(y_desc, c, low, n, h, w, first, BLOCK_M, BLOCK_N // 2, PIECES // 2)
+        _store(y_desc, c, high, n, h, w, first + BLOCK_N // 2, BLOCK_M, BLOCK_N // 2, PIECES // 2)

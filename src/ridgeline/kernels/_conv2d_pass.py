@@ -1,0 +1,214 @@
+"""One pass of a convolution (forward, gradient of x, gradient of the weight), checked, and how programs tile it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ridgeline.cost.conv import ConvProblem
+from ridgeline.kernels._nhwc import cdiv, next_power_of_2, pixel_pitch
+from ridgeline.kernels._op import Target
+
+DTYPES = (torch.float16, torch.bfloat16)
+WGRAD_PIXELS = 64  # of a box: four instructions deep, and half a tile's rows
+
+_GLUON = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+_ROW_BYTES = 128  # of shared memory that one swizzle covers
+_SLACK_BYTES = 1024  # barriers, and what aligns the buffers
+_LARGEST_SIDE = 256  # of a box
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Sizes of one pass. `name` is the op's, for messages.
+
+    x, dx     [N, C, H, W]      channels_last or a channel slice of it; fp16 or bf16
+    weight    [K, C, R, S]      channels_last; its dtype is that of x
+    y, dy     [N, K, HO, WO]    as x
+    """
+
+    name: str
+    conv: ConvProblem
+    padding: tuple[int, int]
+    dtype: torch.dtype
+
+    @property
+    def x_shape(self) -> tuple[int, int, int, int]:
+        h, w = self.conv.image  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]
+        return self.conv.n, self.conv.c, h, w
+
+    @property
+    def y_shape(self) -> tuple[int, int, int, int]:
+        return self.conv.n, self.conv.k, self.conv.oh, self.conv.ow
+
+    def refuse(self, text: str, kind: type[Exception] = ValueError) -> NoReturn:
+        raise kind(f"{self.name}: {text}")
+
+    def check(self, *, maps: dict[str, Tensor], weight: Tensor | None = None) -> None:
+        """Refuse what a tensor map cannot describe."""
+        conv = self.conv
+        if self.dtype not in DTYPES:
+            self.refuse(f"x must be fp16 or bf16, got {self.dtype}", TypeError)
+        if conv.c % 8 or conv.k % 8:
+            self.refuse(f"channels must be multiples of 8, got {conv.c} and {conv.k}")
+        if min(self.padding) < 0 or any(p >= size for p, size in zip(self.padding, conv.filter, strict=True)):
+            self.refuse(f"padding must be less than the filter {conv.filter} and not negative, got {self.padding}")
+        for name, tensor in maps.items():
+            pitch = pixel_pitch(tensor)
+            if tensor.dtype != self.dtype:
+                self.refuse(f"{name} must be {self.dtype}, got {tensor.dtype}", TypeError)
+            if pitch is None or pitch % 8 or not _starts_at_16_bytes(tensor):
+                self.refuse(
+                    f"{name} must be channels_last, or a slice of it that starts at a multiple of 8 channels, got "
+                    f"strides {tensor.stride()} for shape {tuple(tensor.shape)}"
+                )
+        if weight is not None:
+            if weight.dtype != self.dtype:
+                self.refuse(f"weight must be {self.dtype} like x, got {weight.dtype}", TypeError)
+            if not weight.is_contiguous(memory_format=torch.channels_last) or not _starts_at_16_bytes(weight):
+                self.refuse(
+                    f"weight must be channels_last, got strides {weight.stride()} for shape {tuple(weight.shape)}: use "
+                    f".contiguous(memory_format=torch.channels_last)"
+                )
+
+
+def pass_of(name: str, conv: ConvProblem, dtype: torch.dtype) -> Pass:
+    """Stride 1, one group; the problem's padding is the pass's."""
+    top, left = conv.padding  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]
+    return Pass(name, conv, (top, left), dtype)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A tile of so many pixels by channels, copied `stages` steps ahead; num_warps multiply, one more copies."""
+
+    pixels: int
+    channels: int
+    stages: int
+    num_warps: int
+
+    def is_valid(self, size: int, step: int, target: Target) -> bool:
+        """Whether it fills wgmma, keeps its sums in registers and fits; `size` bytes an element, `step` of them."""
+        return (
+            int(target.arch.removeprefix("sm_")) == 90
+            and self.num_warps in (4, 8)
+            and self.stages >= 2
+            and self.pixels in (64, 128, 256)
+            and self.channels in (16, 32, 64, 128, 256)
+            and self.pixels >= 16 * self.num_warps
+            # 128 fp32 a thread
+            and self.pixels * self.channels <= 128 * 32 * self.num_warps
+            and self.pieces(size, step, target) > 0
+        )
+
+    def pieces(self, size: int, step: int, target: Target) -> int:
+        """In how many pieces a tile is stored, so that shared memory holds one beside the stages; 0: in none."""
+        stages = self.stages * (self.pixels + self.channels) * step * size + _SLACK_BYTES
+        fits = (p for p in (1, 2, 4) if self.channels // p >= 16)
+        return next((p for p in fits if stages + self.pixels * self.channels // p * size <= target.shared_bytes), 0)
+
+
+@dataclass(frozen=True)
+class WgradConfig:
+    """A tile of so many k by c of each of `taps` taps (1, or 2 beside each other); `rounds` a multiprocessor."""
+
+    k: int
+    c: int
+    taps: int
+    stages: int
+    num_warps: int
+    rounds: int
+
+    def is_valid(self, size: int, target: Target) -> bool:
+        operands = self.stages * (self.k + self.taps * self.c) * WGRAD_PIXELS * size
+        return (
+            int(target.arch.removeprefix("sm_")) == 90
+            and self.num_warps in (4, 8)
+            and self.stages >= 2
+            and self.rounds >= 1
+            and self.taps in (1, 2)
+            and self.k in (64, 128, 256)
+            and self.c in (16, 32, 64, 128, 256)
+            and self.k >= 16 * self.num_warps
+            and self.k * self.c * self.taps <= 128 * 32 * self.num_warps
+            and operands + _SLACK_BYTES <= target.shared_bytes
+        )
+
+    def tiles(self, conv: ConvProblem) -> int:
+        return cdiv(conv.k, self.k) * cdiv(conv.c, self.c) * cdiv(conv.taps, self.taps)
+
+    def parts(self, conv: ConvProblem, target: Target) -> int:
+        """Shares of the pixels: as many as fill the multiprocessors `rounds` times, none of them empty."""
+        boxes = box_count(conv.n, conv.oh, conv.ow, box_of(conv.n, conv.oh, conv.ow, WGRAD_PIXELS))
+        wanted = max(1, min(boxes, target.sm_count * self.rounds // self.tiles(conv)))
+        return cdiv(boxes, cdiv(boxes, wanted))
+
+
+def tile_configs(reduced: int, out: int, size: int, target: Target) -> tuple[Config, ...]:
+    """What is worth timing, the likeliest first: 128 x 128 won most of the DDPM network's layers on an H200."""
+    sizes = ((128, 128, 4, 4), (128, 256, 4, 8), (256, 128, 4, 8), (128, 128, 5, 8), (64, 128, 6, 4), (64, 256, 4, 4))
+    sizes += ((256, 128, 3, 8), (128, 64, 6, 4), (256, 64, 4, 8), (64, 64, 8, 4), (128, 32, 6, 4), (64, 32, 8, 4))
+    widest, step = max(32, next_power_of_2(out)), step_of(reduced, size)
+    configs = (Config(*numbers) for numbers in sizes)
+    return tuple(c for c in configs if c.channels <= widest and c.is_valid(size, step, target))
+
+
+def wgrad_configs(conv: ConvProblem, size: int, target: Target) -> tuple[WgradConfig, ...]:
+    sizes = ((128, 128, 1, 6, 4), (256, 128, 1, 4, 8), (128, 256, 1, 4, 8), (128, 128, 2, 4, 8), (64, 128, 1, 6, 4))
+    sizes += ((128, 64, 1, 6, 4), (128, 64, 2, 6, 4), (64, 64, 1, 8, 4), (64, 64, 2, 6, 4), (64, 32, 2, 6, 4))
+    tallest, widest = max(64, next_power_of_2(conv.k)), max(32, next_power_of_2(conv.c))
+    configs = (WgradConfig(*numbers, rounds) for rounds, numbers in product((1, 2), sizes))
+    fit = (c for c in configs if c.k <= tallest and c.c <= widest and c.taps <= conv.taps)
+    return tuple(c for c in fit if c.is_valid(size, target))
+
+
+def step_of(reduced: int, size: int) -> int:
+    """Channels reduced a step: a row of shared memory, or fewer where there are not as many."""
+    return min(_ROW_BYTES // size, max(16, next_power_of_2(reduced)))
+
+
+def box_of(n: int, h: int, w: int, pixels: int) -> tuple[int, int, int]:
+    """(images, rows, columns) of the box of so many pixels that covers a map in the fewest boxes, then least edge."""
+    return min(_boxes(n, pixels), key=lambda box: (box_count(n, h, w, box), box[0] * (box[1] + 2) * (box[2] + 2)))
+
+
+def box_count(n: int, h: int, w: int, box: tuple[int, int, int]) -> int:
+    return cdiv(n, box[0]) * cdiv(h, box[1]) * cdiv(w, box[2])
+
+
+def _boxes(n: int, pixels: int) -> Iterator[tuple[int, int, int]]:
+    sides = [2**i for i in range(pixels.bit_length()) if 2**i <= _LARGEST_SIDE]
+    # more images than there are waste a box, but a map of few pixels leaves no other
+    most = max(next_power_of_2(n), 1)
+    for h, w in product(sides, sides):
+        if h * w <= pixels and (pixels // (h * w) <= most or h * w == pixels):
+            yield pixels // (h * w), h, w
+
+
+def map_of(tensor: Tensor, box: tuple[int, int, int], channels: int) -> TensorDescriptor:
+    """The tensor map of a map [N, C, H, W], with the axes [N, H, W, C]."""
+    n, c, h, w = tensor.shape
+    pitch = pixel_pitch(tensor) or c
+    return _descriptor(tensor, [n, h, w, c], [h * w * pitch, w * pitch, pitch, 1], [*box, channels])
+
+
+def weight_map(weight: Tensor, block: Sequence[int]) -> TensorDescriptor:
+    """The tensor map of a weight [K, C, R, S], with the axes [K, R S, C]."""
+    k, c, r, s = weight.shape
+    return _descriptor(weight, [k, r * s, c], [r * s * c, c, 1], list(block))
+
+
+def _descriptor(tensor: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON[tensor.dtype])
+    return TensorDescriptor(tensor, shape, strides, block, layout)  # pyright: ignore[reportArgumentType]
+
+
+def _starts_at_16_bytes(tensor: Tensor) -> bool:
+    return tensor.storage_offset() * tensor.element_size() % 16 == 0

@@ -1,0 +1,158 @@
+"""The kernels of conv2d_wgrad for sm_90: products of pixel boxes, whose sums are added in a fixed order.
+
+As in _conv2d_gluon one warp copies boxes while others multiply. Here the pixels are what is reduced: a program holds
+[K, C] of one tap, or of two taps that share the gradient's boxes, for its part of the pixels. `sum_parts_kernel` adds
+the parts, so that the same step gives the same bits.
+"""
+
+# In a kernel a constexpr stands for its value, which the type checker cannot know.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def conv2d_wgrad_gluon_kernel(
+    x_desc, dy_desc, parts_ptr,  # parts [PARTS, K, R S, C] fp32
+    images, H, W,  # of dy
+    C: gl.constexpr, K: gl.constexpr, R: gl.constexpr, S: gl.constexpr, TOP: gl.constexpr, LEFT: gl.constexpr,
+    PARTS: gl.constexpr,
+    BOX_N: gl.constexpr, BOX_H: gl.constexpr, BOX_W: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr,
+    TAPS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    a = gl.allocate_shared_memory(dy_desc.dtype, [STAGES, BOX_N, BOX_H, BOX_W, BLOCK_K], dy_desc.layout)
+    b = gl.allocate_shared_memory(x_desc.dtype, [STAGES * TAPS, BOX_N, BOX_H, BOX_W, BLOCK_C], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    fence_async_shared()
+    down = gl.cdiv(H, BOX_H)
+    across = gl.cdiv(W, BOX_W)
+    boxes = gl.cdiv(images, BOX_N) * down * across
+    gl.warp_specialize(
+        [
+            (_multiply, (parts_ptr, a, b, full, empty, boxes, C, K, R * S, PARTS, BLOCK_K, BLOCK_C, TAPS, STAGES)),
+            (_copy, (x_desc, dy_desc, a, b, full, empty, boxes, down, across, C, K, R, S, TOP, LEFT, PARTS, BLOCK_K,
+                     BLOCK_C, TAPS, STAGES)),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _share(
+    unit, boxes, C: gl.constexpr, K: gl.constexpr, RS: gl.constexpr, PARTS: gl.constexpr,
+    BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr, TAPS: gl.constexpr,
+):  # fmt: skip
+    """(first k, first c, first tap, part, its first box, the box behind its last) of a unit of work."""
+    K_TILES: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    C_TILES: gl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
+    GROUPS: gl.constexpr = (RS + TAPS - 1) // TAPS
+    part = unit // (K_TILES * C_TILES * GROUPS)
+    each = gl.cdiv(boxes, PARTS)
+    k = unit % K_TILES * BLOCK_K
+    c = unit // K_TILES % C_TILES * BLOCK_C
+    tap = unit // (K_TILES * C_TILES) % GROUPS * TAPS
+    return k, c, tap, part, gl.minimum(part * each, boxes), gl.minimum(part * each + each, boxes)
+
+
+@gluon.jit
+def _units(
+    C: gl.constexpr, K: gl.constexpr, RS: gl.constexpr, PARTS: gl.constexpr,
+    BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr, TAPS: gl.constexpr,
+):  # fmt: skip
+    tiles: gl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K) * ((C + BLOCK_C - 1) // BLOCK_C)
+    return tiles * ((RS + TAPS - 1) // TAPS) * PARTS
+
+
+@gluon.jit
+def _copy(
+    x_desc, dy_desc, a, b, full, empty, boxes, down, across,
+    C: gl.constexpr, K: gl.constexpr, R: gl.constexpr, S: gl.constexpr, TOP: gl.constexpr, LEFT: gl.constexpr,
+    PARTS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr, TAPS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    size: gl.constexpr = x_desc.block_type.shape
+    step = 0
+    for unit in range(gl.program_id(0), _units(C, K, R * S, PARTS, BLOCK_K, BLOCK_C, TAPS), gl.num_programs(0)):
+        k, c, tap, _, first, last = _share(unit, boxes, C, K, R * S, PARTS, BLOCK_K, BLOCK_C, TAPS)
+        for box in range(first, last):
+            n = box // (down * across) * size[0]
+            h = box // across % down * size[1]
+            w = box % across * size[2]
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(stage), dy_desc.block_type.nbytes + TAPS * x_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(dy_desc, [n, h, w, k], full.index(stage), a.index(stage))
+            for i in gl.static_range(TAPS):
+                # a tap behind the last is copied like the others, and what comes of it is not stored
+                place = [n, h + (tap + i) // S - TOP, w + (tap + i) % S - LEFT, c]
+                tma.async_copy_global_to_shared(x_desc, place, full.index(stage), b.index(stage * TAPS + i))
+            step += 1
+
+
+@gluon.jit
+def _multiply(
+    parts_ptr, a, b, full, empty, boxes,
+    C: gl.constexpr, K: gl.constexpr, RS: gl.constexpr, PARTS: gl.constexpr,
+    BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr, TAPS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    PIXELS: gl.constexpr = a.shape[1] * a.shape[2] * a.shape[3]
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_C, 16]
+    )
+    step = 0
+    for unit in range(gl.program_id(0), _units(C, K, RS, PARTS, BLOCK_K, BLOCK_C, TAPS), gl.num_programs(0)):
+        k_first, c_first, tap, part, first, last = _share(unit, boxes, C, K, RS, PARTS, BLOCK_K, BLOCK_C, TAPS)
+        acc = gl.zeros((BLOCK_K, BLOCK_C), gl.float32, layout)
+        second = gl.zeros((BLOCK_K, BLOCK_C), gl.float32, layout)
+        for box in range(first, last):
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+            gradients = a.index(stage).reshape([PIXELS, BLOCK_K]).permute((1, 0))
+            acc = warpgroup_mma(gradients, b.index(stage * TAPS).reshape([PIXELS, BLOCK_C]), acc, is_async=True)
+            if TAPS == 2:
+                pixels = b.index(stage * TAPS + 1).reshape([PIXELS, BLOCK_C])
+                second = warpgroup_mma(gradients, pixels, second, is_async=True)
+                acc, second = warpgroup_mma_wait(num_outstanding=2, deps=(acc, second))
+            else:
+                acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=box > first)
+            step += 1
+        acc, second = warpgroup_mma_wait(num_outstanding=0, deps=(acc, second))
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=last > first)
+        k = k_first + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, layout))
+        c = c_first + gl.arange(0, BLOCK_C, layout=gl.SliceLayout(0, layout))
+        place = parts_ptr + (part.to(gl.int64) * K * RS + tap) * C + k[:, None] * (RS * C) + c[None, :]
+        inside = (k < K)[:, None] & (c < C)[None, :]
+        gl.store(place, acc, mask=inside)
+        if TAPS == 2:
+            gl.store(place + C, second, mask=inside & (tap + 1 < RS))
+
+
+@triton.jit
+def sum_parts_kernel(parts_ptr, dw_ptr, numel, PARTS: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):
+    """dw = the sum of parts [PARTS, numel] fp32, rounded once; always in the same order, AT_ONCE loaded together."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = (at < numel)[None, :]
+    part = tl.arange(0, AT_ONCE)[:, None]
+    total = tl.zeros((AT_ONCE, BLOCK), tl.float32)
+    for first in tl.static_range(0, PARTS, AT_ONCE):
+        place = parts_ptr + (first + part) * numel.to(tl.int64) + at[None, :]
+        total += tl.load(place, mask=inside & (first + part < PARTS), other=0.0)
+    tl.store(dw_ptr + at, tl.sum(total, axis=0).to(dw_ptr.dtype.element_ty), mask=at < numel)

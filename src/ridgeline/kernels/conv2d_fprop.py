@@ -1,0 +1,221 @@
+"""y = conv2d(x, weight) + bias, NHWC, stride 1, and its gradients, by the kernels for sm_90 that beat cuDNN there.
+
+x       [N, C, H, W]    channels_last, or a channel slice of it; fp16, bf16
+weight  [K, C, R, S]    channels_last; dtype of x
+bias    [K]             fp32 or the dtype of x; None: none
+y       [N, K, HO, WO]  channels_last, dtype of x
+padding                 (rows, columns) of zeros on each side of x, less than R and S
+
+C and K are multiples of 8. Accumulates in fp32 and rounds once. Raises ValueError or TypeError for anything else.
+
+Gradients come from conv2d_dgrad and conv2d_wgrad, or from PyTorch where its kernel is faster: `choice` is what `tune`
+measured of each pass. The GEMM is [N HO WO, R S C] x [R S C, K]; see _conv2d_gluon for how it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ridgeline import tuned
+from ridgeline.cost import Cost
+from ridgeline.cost.conv import ConvProblem, conv_forward
+from ridgeline.kernels import conv2d_dgrad, conv2d_wgrad
+from ridgeline.kernels._conv2d_gluon import conv2d_gluon_kernel
+from ridgeline.kernels._conv2d_pass import (
+    DTYPES,
+    Config,
+    Pass,
+    box_count,
+    box_of,
+    map_of,
+    pass_of,
+    step_of,
+    tile_configs,
+    weight_map,
+)
+from ridgeline.kernels._nhwc import cdiv, empty_nhwc, random_nhwc
+from ridgeline.kernels._op import (
+    RIVAL,
+    Autograd,
+    Launch,
+    Launcher,
+    Op,
+    Sample,
+    Target,
+    define,
+    execute,
+    target_of,
+    tuned_config,
+    tuned_row,
+)
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, padding: Sequence[int]) -> Tensor:
+    return F.conv2d(x, weight, None if bias is None else bias.to(x.dtype), padding=tuple(padding))
+
+
+def cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, padding: Sequence[int]) -> Cost:  # noqa: ARG001
+    return conv_forward(_pass(x, weight, padding).conv, x.dtype)
+
+
+def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
+    x, weight = arguments["x"], arguments["weight"]
+    return tile_configs(weight.shape[1], weight.shape[0], x.element_size(), target or target_of(x))
+
+
+def plan(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, padding: Sequence[int],
+    config: Config | None = None, target: Target | None = None,
+) -> Launch:  # fmt: skip
+    """The launch for one call. Runs nothing."""
+    one = _pass(x, weight, padding)
+    one.check(maps={"x": x}, weight=weight)
+    conv, target, size = one.conv, target or target_of(x), x.element_size()
+    if bias is not None and (tuple(bias.shape) != (conv.k,) or bias.dtype not in (torch.float32, x.dtype)):
+        one.refuse(f"bias must be fp32 or {x.dtype} of shape {(conv.k,)}, got {bias.dtype} {tuple(bias.shape)}")
+    step, (r, s) = step_of(conv.c, size), conv.filter
+    if config is None:
+        arguments = {"x": x, "weight": weight, "bias": bias, "padding": padding}
+        config = tuned_config(OP, Config, lambda c: c.is_valid(size, step, target), **arguments)
+        config = config or next(iter(tile_configs(conv.c, conv.k, size, target)), None)
+    if config is None or not config.is_valid(size, step, target):
+        one.refuse(f"{config} is not valid for {conv} on {target.arch}")
+    y = empty_nhwc(one.y_shape, x)
+    box, pieces = box_of(conv.n, conv.oh, conv.ow, config.pixels), config.pieces(size, step, target)
+    tiles = box_count(conv.n, conv.oh, conv.ow, box) * cdiv(conv.k, config.channels)
+    return Launch(
+        kernel=conv2d_gluon_kernel,
+        grid=(min(tiles, target.sm_count),),
+        arguments={
+            "x_desc": map_of(x, box, step),
+            "weight_desc": weight_map(weight, (config.channels, 1, step)),
+            "y_desc": map_of(y, box, config.channels // pieces),
+            "bias_ptr": bias,
+            "images": conv.n,
+            "H": conv.oh,
+            "W": conv.ow,
+        },
+        constants={
+            "REDUCED": conv.c, "OUT": conv.k, "R": r, "S": s,
+            "TOP": one.padding[0], "LEFT": one.padding[1], "DGRAD": False,
+            "BOX_N": box[0], "BOX_H": box[1], "BOX_W": box[2], "BLOCK_N": config.channels, "BLOCK_K": step,
+            "STAGES": config.stages, "PIECES": pieces,
+        },
+        num_warps=config.num_warps,
+        num_stages=1,
+        output=y,
+    )  # fmt: skip
+
+
+def rival(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, padding: Sequence[int]) -> Callable[[], Tensor]:
+    return lambda: reference(x, weight, bias, padding=padding)
+
+
+def choice(x: Tensor, weight: Tensor, padding: Sequence[int]) -> dict[str, tuple[tuned.Row, bool]]:
+    """What tables say of each pass of a convolution: the row, and whether the kernel here beats PyTorch's.
+
+    By "fprop", "dgrad", "wgrad"; a pass that was not tuned on the GPU of x is missing. Tensors may be fake.
+    """
+    one = _pass(x, weight, padding)
+    dy = x.new_empty(one.y_shape)
+    calls: dict[str, tuple[Op, dict[str, Any]]] = {
+        "fprop": (OP, {"x": x, "weight": weight}),
+        "dgrad": (conv2d_dgrad.OP, {"dy": dy, "weight": weight}),
+        "wgrad": (conv2d_wgrad.OP, {"dy": dy, "x": x, "kernel_size": tuple(weight.shape[2:])}),
+    }
+    found = {}
+    for name, (op, arguments) in calls.items():
+        row = tuned_row(op, **arguments, padding=tuple(padding))
+        if row is not None:
+            theirs = row.tried.get(RIVAL)
+            found[name] = row, not isinstance(theirs, float) or row.seconds <= theirs
+    return found
+
+
+def conv2d_fprop(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, padding: Sequence[int]) -> Tensor:
+    return execute("conv2d_fprop", plan(x, weight, bias, padding=padding), x)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:  # noqa: ARG001
+    x, weight, bias = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.padding = list(keyword_only_inputs["padding"])
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    needs_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]
+    padding = ctx.padding
+    # a gradient may come in any layout: that of a sum is one number expanded
+    dy = dy.contiguous(memory_format=torch.channels_last)
+    wins = {name for name, (_, ours) in choice(x, weight, padding).items() if ours}
+    theirs = [needs_x and "dgrad" not in wins, needs_weight and "wgrad" not in wins, False]
+    dx = dw = None
+    if any(theirs):
+        dx, dw, _ = torch.ops.aten.convolution_backward(
+            dy, x, weight, None, [1, 1], padding, [1, 1], False, [0, 0], 1, theirs
+        )
+    if needs_x and not theirs[0]:
+        dx = conv2d_dgrad.OP(dy, weight, padding=padding)
+    if needs_weight and not theirs[1]:
+        dw = conv2d_wgrad.OP(dy, x, kernel_size=list(weight.shape[2:]), padding=padding)
+    at_least_fp32 = torch.promote_types(dy.dtype, torch.float32)
+    db = dy.sum((0, 2, 3), dtype=at_least_fp32).to(ctx.bias_dtype) if needs_bias else None
+    return dx, dw, db
+
+
+def _pass(x: Tensor, weight: Tensor, padding: Sequence[int]) -> Pass:
+    k, c, *filter_size = weight.shape
+    n, channels, *image = x.shape
+    conv = ConvProblem(n, c, k, tuple(image), tuple(filter_size), padding=tuple(padding))
+    one = pass_of("conv2d_fprop", conv, x.dtype)
+    if channels != c:
+        one.refuse(f"weight {tuple(weight.shape)} must have the {channels} channels of x: groups must be 1")
+    return one
+
+
+def fprop_sample(
+    why: str, x: tuple[int, int, int, int], weight: tuple[int, int, int], *, bias: bool = True, real_size: bool = False
+) -> Sample:
+    """`weight` is (K, R, S); padded to keep the size."""
+    k, r, s = weight
+
+    def arguments(dtype: torch.dtype, device: str) -> dict[str, Any]:
+        scale = (x[1] * r * s) ** -0.5
+        return {
+            "x": random_nhwc(x, dtype, device, seed=0),
+            "weight": random_nhwc((k, x[1], r, s), dtype, device, seed=1) * scale,
+            "bias": random_nhwc((1, k, 1, 1), torch.float32, device, seed=2).flatten() if bias else None,
+            "padding": (r // 2, s // 2),
+        }
+
+    return Sample(why, arguments, real_size)
+
+
+SAMPLES = (
+    fprop_sample("UNet 32x32 128->128, batch 128", (128, 128, 32, 32), (128, 3, 3), real_size=True),
+    fprop_sample("UNet 16x16 512->256, batch 128", (128, 512, 16, 16), (256, 3, 3), real_size=True),
+    fprop_sample("UNet 8x8 512->256, batch 128", (128, 512, 8, 8), (256, 3, 3), real_size=True),
+    fprop_sample("UNet 32x32 384->128 1x1, batch 128", (128, 384, 32, 32), (128, 1, 1), real_size=True),
+    fprop_sample("odd map, channels beside the tiles", (3, 40, 7, 13), (72, 3, 3)),
+    fprop_sample("filters that are not square, one image, no bias", (1, 64, 9, 5), (96, 1, 5), bias=False),
+    fprop_sample("a map smaller than a box", (2, 8, 3, 2), (16, 3, 3)),
+)
+
+OP = define(
+    conv2d_fprop,
+    reference=reference,
+    cost=cost,
+    launcher=Launcher(plan, candidates, rival=rival),
+    samples=SAMPLES,
+    dtypes=DTYPES,
+    autograd=Autograd(setup=_setup, backward=_backward),
+    interpretable=False,
+)

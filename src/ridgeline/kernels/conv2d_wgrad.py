@@ -1,0 +1,167 @@
+"""dw = the gradient of conv2d's weight, NHWC, stride 1, from dy and x: sums of products of pixel boxes. sm_90.
+
+dy    [N, K, HO, WO]  channels_last, or a channel slice of it; fp16, bf16
+x     [N, C, H, W]    likewise, dtype of dy
+dw    [K, C, R, S]    channels_last, dtype of dy
+kernel_size           (R, S)
+padding               (rows, columns) of zeros on each side of x, less than R and S
+
+C and K are multiples of 8. Accumulates in fp32; the parts into which the pixels are split are added in a fixed order
+and rounded once, so that equal calls give equal bits. Raises ValueError or TypeError for anything else.
+
+The GEMM is [K, pixels] x [pixels, C] for each tap. Written for wgmma alone: elsewhere PyTorch's kernel is the rival
+that wins, see `conv2d_fprop.choice`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ridgeline.cost import Cost
+from ridgeline.cost.conv import ConvProblem, conv_weight_grad
+from ridgeline.kernels._conv2d_pass import (
+    DTYPES,
+    WGRAD_PIXELS,
+    Pass,
+    WgradConfig,
+    box_of,
+    map_of,
+    pass_of,
+    wgrad_configs,
+)
+from ridgeline.kernels._conv2d_wgrad_gluon import conv2d_wgrad_gluon_kernel, sum_parts_kernel
+from ridgeline.kernels._nhwc import cdiv, next_power_of_2, random_nhwc
+from ridgeline.kernels._op import LastLaunch, Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
+
+_SUM_ELEMENTS = 2048  # that a program of four warps loads at once, 16 a thread
+
+
+def reference(dy: Tensor, x: Tensor, *, kernel_size: Sequence[int], padding: Sequence[int]) -> Tensor:
+    shape = (dy.shape[1], x.shape[1], *kernel_size)
+    weight = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    ones = [1, 1]
+    _, dw, _ = torch.ops.aten.convolution_backward(
+        dy, x, weight, None, ones, list(padding), ones, False, [0, 0], 1, [False, True, False]
+    )
+    return dw
+
+
+def cost(dy: Tensor, x: Tensor, *, kernel_size: Sequence[int], padding: Sequence[int]) -> Cost:
+    return conv_weight_grad(_pass(dy, x, kernel_size, padding).conv, x.dtype)
+
+
+def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[WgradConfig, ...]:
+    one, x = _pass(**arguments), arguments["x"]
+    return wgrad_configs(one.conv, x.element_size(), target or target_of(x))
+
+
+def plan(
+    dy: Tensor, x: Tensor, *, kernel_size: Sequence[int], padding: Sequence[int],
+    config: WgradConfig | None = None, target: Target | None = None,
+) -> Launch:  # fmt: skip
+    """The two launches for one call. Runs nothing."""
+    one = _pass(dy, x, kernel_size, padding)
+    one.check(maps={"x": x, "dy": dy})
+    conv, target, size = one.conv, target or target_of(x), x.element_size()
+    if config is None:
+        arguments = {"dy": dy, "x": x, "kernel_size": kernel_size, "padding": padding}
+        config = tuned_config(OP, WgradConfig, lambda c: c.is_valid(size, target), **arguments)
+        config = config or next(iter(wgrad_configs(conv, size, target)), None)
+    if config is None or not config.is_valid(size, target):
+        one.refuse(f"{config} is not valid for {conv} on {target.arch}")
+    box = box_of(conv.n, conv.oh, conv.ow, WGRAD_PIXELS)
+    parts, (r, s) = config.parts(conv, target), conv.filter
+    dw = torch.empty((conv.k, conv.c, r, s), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    sums = torch.empty((parts, dw.numel()), dtype=torch.float32, device=x.device)
+    multiply = Launch(
+        kernel=conv2d_wgrad_gluon_kernel,
+        grid=(min(config.tiles(conv) * parts, target.sm_count),),
+        arguments={
+            "x_desc": map_of(x, box, config.c),
+            "dy_desc": map_of(dy, box, config.k),
+            "parts_ptr": sums,
+            "images": conv.n,
+            "H": conv.oh,
+            "W": conv.ow,
+        },
+        constants={
+            "C": conv.c, "K": conv.k, "R": r, "S": s, "TOP": one.padding[0], "LEFT": one.padding[1], "PARTS": parts,
+            "BOX_N": box[0], "BOX_H": box[1], "BOX_W": box[2], "BLOCK_K": config.k, "BLOCK_C": config.c,
+            "TAPS": config.taps, "STAGES": config.stages,
+        },
+        num_warps=config.num_warps,
+        num_stages=1,
+        output=sums,
+    )  # fmt: skip
+    at_once = min(16, next_power_of_2(parts))
+    block = _SUM_ELEMENTS // at_once
+    return LastLaunch(
+        kernel=sum_parts_kernel,
+        grid=(cdiv(dw.numel(), block),),
+        arguments={"parts_ptr": sums, "dw_ptr": dw, "numel": dw.numel()},
+        constants={"PARTS": parts, "AT_ONCE": at_once, "BLOCK": block},
+        num_warps=4,
+        num_stages=1,
+        output=dw,
+        before=(multiply,),
+    )
+
+
+def rival(dy: Tensor, x: Tensor, *, kernel_size: Sequence[int], padding: Sequence[int]) -> Callable[[], Tensor]:
+    return lambda: reference(dy, x, kernel_size=kernel_size, padding=padding)
+
+
+def conv2d_wgrad(dy: Tensor, x: Tensor, *, kernel_size: Sequence[int], padding: Sequence[int]) -> Tensor:
+    return execute("conv2d_wgrad", plan(dy, x, kernel_size=kernel_size, padding=padding), x)
+
+
+def _pass(dy: Tensor, x: Tensor, kernel_size: Sequence[int], padding: Sequence[int]) -> Pass:
+    n, c, *image = x.shape
+    conv = ConvProblem(n, c, dy.shape[1], tuple(image), tuple(kernel_size), padding=tuple(padding))
+    one = pass_of("conv2d_wgrad", conv, x.dtype)
+    if tuple(dy.shape) != one.y_shape:
+        one.refuse(f"dy must have the shape of y, {one.y_shape}, got {tuple(dy.shape)}")
+    return one
+
+
+def wgrad_sample(
+    why: str, x: tuple[int, int, int, int], weight: tuple[int, int, int], *, real_size: bool = False
+) -> Sample:
+    """`weight` is (K, R, S); padded to keep the size."""
+    k, r, s = weight
+
+    def arguments(dtype: torch.dtype, device: str) -> dict[str, Any]:
+        n, _, h, w = x
+        return {
+            "dy": random_nhwc((n, k, h, w), dtype, device, seed=1),
+            "x": random_nhwc(x, dtype, device, seed=0),
+            "kernel_size": (r, s),
+            "padding": (r // 2, s // 2),
+        }
+
+    return Sample(why, arguments, real_size)
+
+
+SAMPLES = (
+    wgrad_sample("UNet 32x32 128->128, batch 128", (128, 128, 32, 32), (128, 3, 3), real_size=True),
+    wgrad_sample("UNet 16x16 512->256, batch 128", (128, 512, 16, 16), (256, 3, 3), real_size=True),
+    wgrad_sample("UNet 4x4 256->256, batch 128", (128, 256, 4, 4), (256, 3, 3), real_size=True),
+    wgrad_sample("UNet 8x8 512->256 1x1, batch 128", (128, 512, 8, 8), (256, 1, 1), real_size=True),
+    wgrad_sample("odd map, channels beside the tiles", (3, 72, 7, 13), (40, 3, 3)),
+    wgrad_sample("filters that are not square, one image", (1, 64, 9, 5), (96, 1, 5)),
+    wgrad_sample("a map smaller than a box", (2, 16, 3, 2), (8, 3, 3)),
+)
+
+OP = define(
+    conv2d_wgrad,
+    reference=reference,
+    cost=cost,
+    launcher=Launcher(plan, candidates, rival=rival),
+    samples=SAMPLES,
+    dtypes=DTYPES,
+    interpretable=False,
+)
