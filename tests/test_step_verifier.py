@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from torch import nn
-from torch.optim import AdamW, RMSprop
+from torch.optim import SGD, AdamW, RMSprop
 
 import recorded_graph
 from ridgeline import step_program, step_verifier
@@ -116,6 +116,45 @@ def test_a_planted_fault_is_named(fault, tensor, options, monkeypatch):
     fault(step, monkeypatch)
     with pytest.raises(VerificationFailed, match=rf"verify: {tensor} after {STEPS} steps is not a plain loop's: .*"):
         step.verify(batches(STEPS))
+
+
+def decays_rounded_to(digits, step):
+    """A step's 1 - beta is of betas with so many binary digits; in PyTorch's fused kernels they may have fp32's 24."""
+    update, group = step._program._update, step._program.parts.optimizer.param_groups
+    step_, exact = update.step_, [each["betas"] for each in group]
+
+    def rounded(found_inf):
+        for each in group:
+            each["betas"] = tuple(round(beta * 2**digits) / 2**digits for beta in each["betas"])
+        step_(found_inf)
+        for each, betas in zip(group, exact, strict=True):
+            each["betas"] = betas
+
+    update.step_ = rounded
+
+
+def test_second_moments_may_have_a_decay_of_fp32():
+    """1 - 0.999 is then off by 1.3e-5 of itself, a hundred times what rounding the weights changes."""
+    step, _, _ = made("adamw", dropout=0.0, capture=None, average=False)
+    decays_rounded_to(24, step)
+    agreement = step.verify(batches(STEPS))
+    assert agreement.nearest.endswith("exp_avg_sq") and 0.1 < agreement.used < 0.5
+
+
+def test_second_moments_of_another_decay_are_found_and_told_with_their_size():
+    step, _, _ = made("adamw", dropout=0.0, capture=None, average=False)
+    decays_rounded_to(20, step)
+    said = r"exp_avg_sq after 14 steps .* elements, of RMS \S+, so \S+ of it where \S+ is allowed; fewer"
+    with pytest.raises(VerificationFailed, match=said):
+        step.verify(batches(STEPS))
+
+
+def test_averages_may_have_a_decay_of_fp32():
+    """1 - 0.9999 is off by 1.7e-4 of itself, which an average shows whose weights move by much."""
+    model = net(dropout=0.0)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    step = train_step(model, optimizer, batches(1)[0], ema=Ema(model, 0.9999, warmup=False))
+    assert step.verify(batches(STEPS)).used < 0.5
 
 
 @pytest.mark.parametrize("fault", [None, wrong_rate])

@@ -147,6 +147,55 @@ def test_compiled_steps_learn_the_same():
     torch.testing.assert_close(losses[2], losses[0], rtol=1e-2, atol=1e-3)
 
 
+def compiled_step(weight_copies, model, **options):
+    """bf16 without dropout, whose numbers compiled code would draw otherwise."""
+    recipe = StepRecipe(channels_last=True, require=True, weight_copies=weight_copies)
+    optimizer = AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    example = batches(1, rows=16, device="cuda")[0]
+    return compile_step(model, loss, optimizer, example, ema=Ema(model, 0.99), clip=0.5, recipe=recipe, **options)
+
+
+def test_two_hundred_graphed_steps_with_copies_of_weights_are_a_plain_loops():
+    model = net(dropout=0.0).cuda()
+    step = compiled_step("always", model)
+    assert step.report.optimizer.endswith("are one pass, which keeps bf16 copies of 3 weights")
+    agreement = step.verify(batches(STEPS, rows=16, device="cuda"))
+    assert (agreement.steps, agreement.replayed) == (STEPS, STEPS)
+    assert agreement.loss_allowed < 0.1
+
+
+def test_copies_of_weights_are_fresh_after_the_weights_were_written():
+    seen = []
+    for choice in ("always", "never"):
+        model = net(dropout=0.0).cuda()
+        step = compiled_step(choice, model)
+        losses = []
+        for n, batch in enumerate(batches(6, rows=16, device="cuda")):
+            if n == 2:
+                model.load_state_dict({name: 3 * tensor for name, tensor in model.state_dict().items()})
+            if n == 4:
+                model.head.weight.data = -5 * model.head.weight.data
+            losses.append(step(batch))
+        assert (step.report.captures, step.report.replays) == (2, 6)
+        seen.append(torch.stack(losses))
+    torch.testing.assert_close(*seen, rtol=2e-2, atol=2e-3)
+    # what copies that are stale would miss
+    assert (seen[0].diff()[[1, 3]].abs() > 0.2).all()
+
+
+def test_copies_of_weights_leave_fewer_kernels():
+    counts = []
+    for choice in ("always", "never"):
+        step, batch = compiled_step(choice, net(dropout=0.0).cuda()), batches(1, rows=16, device="cuda")[0]
+        step(batch)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            step(batch)
+            torch.cuda.synchronize()
+        counts.append(sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events()))
+    assert 0 < counts[0] < counts[1]
+
+
 def captured_step(**options):
     model = net().cuda()
     optimizer = AdamW(model.parameters(), lr=1e-3)

@@ -8,10 +8,12 @@ twin whose weights are rounded once more at every step; what that changes, a cor
 
 by the rule of `numerics.compare`, with the plain loop as the truth. Counts and other integers must be equal.
 
-A twin differs in two ways. Each weight drifts by up to one rounding of fp32 a step, every time in the same direction:
-two spellings of one formula, as p - lr·decay·p and (1 - lr·decay)·p, differ like that. And the gradients are taken at
+A twin differs in three ways. Each weight drifts by up to one rounding of fp32 a step, every time in the same direction:
+two spellings of one formula, as p - lr·decay·p and (1 - lr·decay)·p, differ like that. The gradients are taken at
 weights that are off by up to one rounding of the arithmetic (bf16, fp16, TF32), anew at each step: by backward error
-analysis that is what other kernels, or sums in another order, do to a gradient.
+analysis that is what other kernels, or sums in another order, do to a gradient. And decays are rounded to fp32 before
+they are taken from 1, as PyTorch's fused kernels and the average on the device do: 1 - 0.999 is then 1.3e-5 of itself
+too small, and so is every second moment, where the host's float64 numbers leave no such error.
 """
 
 from __future__ import annotations
@@ -25,14 +27,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ridgeline.ema import Ema
 from ridgeline.errors import NotEngaged, UsageError, VerificationFailed
-from ridgeline.numerics import TF32_EPS, Verdict, compare
+from ridgeline.numerics import TF32_EPS, Verdict, compare, rms
 from ridgeline.step_program import DTYPES, StepProgram
 from ridgeline.step_state import flatten, micro_batches, rebuild
 
 _FP32_EPS = torch.finfo(torch.float32).eps
+_DECAYS = ("betas", "dampening")  # of optimizers
 
 
 @dataclass(frozen=True)
@@ -123,14 +127,17 @@ def _judge(
                 if other_draws
                 else "fewer batches show where it begins"
             )
+            size = rms(expected)
+            relative, allowed = _share(verdict.rms_error, size), _share(verdict.allowed_rms, size)
             raise VerificationFailed(
-                f"verify: {name} after {steps} steps is not a plain loop's: {verdict.reason}; {why}"
+                f"verify: {name} after {steps} steps is not a plain loop's: {verdict.reason}, of RMS {size:.3g}, so "
+                f"{relative:.2g} of it where {allowed:.2g} is allowed; {why}"
             )
         share = max(_share(verdict.rms_error, verdict.allowed_rms), _share(verdict.max_error, verdict.allowed_max))
         if share > used:
             nearest, used = name, share
         if name == "losses":
-            loss_allowed = _share(verdict.allowed_rms, expected.double().square().mean().sqrt().item())
+            loss_allowed = _share(verdict.allowed_rms, rms(expected))
     return StepAgreement(steps, len(plain), nearest, used, loss_allowed)
 
 
@@ -174,10 +181,12 @@ def _plain_loop(program: StepProgram, batches: Sequence[Any], rounding: _Roundin
         scaler.unscale_(parts.optimizer)
         if parts.clip is not None:
             nn.utils.clip_grad_norm_(weights, parts.clip)
-        scaler.step(parts.optimizer)
+        with nullcontext() if rounding is None else rounding.decays(parts.optimizer):
+            scaler.step(parts.optimizer)
         scaler.update()
         if parts.ema is not None:
-            _average_(parts.ema, parts.model)
+            decay = _decay(parts.ema)
+            _average_(parts.ema, parts.model, decay if rounding is None else _in_fp32(decay))
         losses.append(total)
     program.drop_gradients_()
     if program.scaler is not None:
@@ -185,11 +194,15 @@ def _plain_loop(program: StepProgram, batches: Sequence[Any], rounding: _Roundin
     return losses
 
 
-@torch.no_grad()
-def _average_(ema: Ema, model: nn.Module) -> None:
-    """`Ema.update_` as it is written with numbers on the host."""
+def _decay(ema: Ema) -> float:
+    """Of the next update."""
     updates = ema.updates.item()
-    decay = min(ema.decay, (1 + updates) / (10 + updates)) if ema.warmup else ema.decay
+    return min(ema.decay, (1 + updates) / (10 + updates)) if ema.warmup else ema.decay
+
+
+@torch.no_grad()
+def _average_(ema: Ema, model: nn.Module, decay: float) -> None:
+    """`Ema.update_` as it is written with numbers on the host."""
     for average, weight in ema.pairs(model):
         average.lerp_(weight, 1 - decay)
     for average, buffer in zip(ema.module.buffers(), model.buffers(), strict=True):
@@ -225,7 +238,26 @@ class _Rounding:
             for weight, value in zip(self._weights, exact, strict=True):
                 weight.copy_(value)
 
+    @contextmanager
+    def decays(self, optimizer: Optimizer) -> Iterator[None]:
+        """Inside, what the optimizer takes from 1 is rounded."""
+        before = [{name: group[name] for name in _DECAYS if name in group} for group in optimizer.param_groups]
+        for group, exact in zip(optimizer.param_groups, before, strict=True):
+            group.update({name: _in_fp32(value) for name, value in exact.items()})
+        try:
+            yield
+        finally:
+            for group, exact in zip(optimizer.param_groups, before, strict=True):
+                group.update(exact)
+
     def _noise(self, weight: Tensor, eps: float) -> Tensor:
         # uniform in [-eps, eps]
         noise = torch.empty_like(weight, requires_grad=False)
         return noise.uniform_(-eps, eps, generator=self._generator)
+
+
+def _in_fp32(value: Any) -> Any:
+    """A number, or a tuple of numbers, rounded to fp32."""
+    if isinstance(value, tuple):
+        return tuple(_in_fp32(part) for part in value)
+    return torch.tensor(value, dtype=torch.float32).item()
