@@ -136,7 +136,6 @@ class Config:
         blocks = (self.block_m, self.block_n, self.block_k)
         held = self._held_elements(problem) * size
         step = self.num_stages * (self.block_m + max(columns)) * self.block_k
-        operand = max(b_in * b_out for b_in, b_out in pairwise(columns))
         return (
             all(block >= 16 and block & (block - 1) == 0 for block in blocks)
             and self.num_warps in (1, 2, 4, 8)
@@ -145,8 +144,23 @@ class Config:
             and (problem.skips[-1] < 0 or self.block_n == padded(problem.channels[-1]))
             and self.block_m * max(columns) <= _MAX_ACCUMULATORS * threads
             and held <= 4 * _MAX_OPERANDS * threads
-            and max(step, operand + self.block_m * max(columns)) * size <= target.shared_bytes
+            and max(step, self._tail_shared_elements(problem)) * size <= target.shared_bytes
         )
+
+    def _tail_shared_elements(self, problem: Problem) -> int:
+        """What the tail that needs most holds in shared memory at once; never less than the compiler was seen to take.
+
+        Its weight for the value waits there while the loop over other maps has its own operands in flight, of which
+        matrix instructions that read shared memory themselves (wgmma, from 64 rows on) keep one more.
+        """
+        columns = problem.columns(self.block_n)
+        ahead = max(1, self.num_stages if self.block_m >= 64 else self.num_stages - 1)
+        most = 0
+        for (b_in, b_out), extra in zip(pairwise(columns), problem.extra_channels, strict=True):
+            looped = ahead * (self.block_m + b_out) * self.block_k + self.block_m * b_in
+            beside = looped if extra and not self.early else self.block_m * max(columns)
+            most = max(most, b_in * b_out + beside)
+        return most
 
     def _held_elements(self, problem: Problem) -> int:
         """Of operands that are loaded before they are needed."""
