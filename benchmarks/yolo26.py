@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from ridgeline.errors import RidgelineError
 from ridgeline.models.weights import yolo26_from
 from ridgeline.models.yolo26 import SCALES, YOLO26, fuse, randomise_
 from ridgeline.recipe import Recipe
+from ridgeline.step_clock import StepClock
 from ridgeline.timing import time_many
 from ridgeline.verifier import detection_errors
 from ridgeline.workloads import images, letterbox
@@ -51,18 +52,25 @@ def main() -> int:
             try:
                 where = _rows.machine()
                 model = fuse(randomise_(YOLO26(scale))) if a.weights is None else yolo26_from(a.weights)
-                rows = bench(model.cuda(), dtype, a, where)
-                if a.out:
-                    _rows.append(a.out, rows)
+                for row in bench(model.cuda(), dtype, a, where):
+                    print(_line(row), flush=True)
+                    if a.out:
+                        _rows.append(a.out, [row])
             except RidgelineError as error:
                 print(f"benchmarks/yolo26.py: {scale} {dtype}: {error}", file=sys.stderr, flush=True)
                 code = code or error.exit_code
     return code
 
 
-def bench(model: YOLO26, dtype: str, a: argparse.Namespace, where: _rows.Machine) -> list[_rows.Row]:
-    """Check and time one scale in one dtype; prints a line a stack, returns its rows."""
-    tf32 = dtype == "tf32"
+def bench(model: YOLO26, dtype: str, a: argparse.Namespace, where: _rows.Machine) -> Iterator[_rows.Row]:
+    """Check and time one scale in one dtype: its rows, each as soon as it is known. Says on stderr what takes long."""
+    subject, clock, tf32 = f"yolo26{model.scale}", StepClock(on_gpu=False), dtype == "tf32"
+
+    def done(what: str) -> None:
+        clock.mark()
+        print(f"{subject} {dtype}  {what}: {units.seconds(clock.host_seconds()[-1])}", file=sys.stderr, flush=True)
+
+    clock.mark()
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
     picture = images.read_image(a.image)
@@ -71,6 +79,7 @@ def bench(model: YOLO26, dtype: str, a: argparse.Namespace, where: _rows.Machine
     x = image.to(DTYPES[dtype]).contiguous(memory_format=torch.channels_last)
     with torch.no_grad():
         reference = copy.deepcopy(model).double()(image.double())
+    done("reference in float64")
     recipes = recipe_variants(dtype)
     stacks: dict[str, Callable[[], torch.Tensor]] = {}
     launches = {}
@@ -84,32 +93,34 @@ def bench(model: YOLO26, dtype: str, a: argparse.Namespace, where: _rows.Machine
             "foreign": dict(graph.foreign),
         }
         stacks[name] = compiled.replayer(x)
+        done(name)
     eager = copy.deepcopy(model).to(DTYPES[dtype])
     for name, layout in (("eager NCHW", torch.contiguous_format), ("eager NHWC", torch.channels_last)):
         twin = copy.deepcopy(eager).to(memory_format=layout)
         stacks[name] = _graph(twin, x.contiguous(memory_format=layout))
+        done(name)
     if a.inductor:
         torch.compiler.reset()
         inductor = torch.compile(copy.deepcopy(eager).to(memory_format=torch.channels_last), mode=a.inductor)
         stacks[f"torch.compile {a.inductor}"] = _graph(inductor, x)
+        done(f"torch.compile {a.inductor}")
     errors = {name: detection_errors(run().clone(), reference) for name, run in stacks.items()}
-    rows = []
+    done("errors")
     for l2 in ("warm", "cold"):
-        for name, timing in time_many(stacks, l2=l2, repeats=100).items():
+        timings = time_many(stacks, l2=l2, repeats=100)
+        done(f"100 rounds with a {l2} L2")
+        for name, timing in timings.items():
             ours, error = name in recipes, errors[name]
             extra = {**launches.get(name, {}), "score_error": error.score, "box_error_px": error.box_px}
             described = {
-                "subject": f"yolo26{model.scale}",
+                "subject": subject,
                 "stack": "ridgeline" if ours else name.split()[0],
                 "stack_version": where.commit if ours else torch.__version__,
                 "shape": f"{a.batch}x3x640x640",
             }
-            row = _rows.row(
+            yield _rows.row(
                 where, timing, recipe=name, dtype=dtype, batch=a.batch, region="model", extra=extra, **described
             )
-            rows.append(row)
-            print(_line(row), flush=True)
-    return rows
 
 
 def _line(row: _rows.Row) -> str:

@@ -154,16 +154,25 @@ _CATEGORIES = {
 _BOUNDS = {"cpu_op": CALLS_KEPT, "python_function": 2 * CALLS_KEPT}
 _FIXED_KEPT = 50_000  # different arguments to remember: more are there only where something counts up in them
 
-# An event with a duration as Kineto writes it, or the head of any other. It excludes one character at a time, which the
-# engine runs fastest; a quote or brace within a text ends it too early, where the braces do not close, so it fails.
-_NUMBER = r":\s*(\d+)(?:,\s*|\s*(?=\}))"
-_FUNCTION = r'(?:"Record function id":\s*\d+(?:,\s*|\s*(?=\})))?'
+# An event with a duration as Kineto writes it, or the head of any other. It excludes one character at a time and gives
+# none back ("++"), which the engine runs fastest; a quote or brace within a text ends it too early, where the braces do
+# not close, so it fails.
+_NUMBER = r":\s*+(\d++)(?:,\s*+|\s*+(?=\}))"
+_FUNCTION = r'(?:"Record function id":\s*+\d++(?:,\s*+|\s*+(?=\})))?'
 _EVENT = re.compile(
-    r'"ph":\s*"(?:X",\s*"cat":\s*"(\w+)",\s*"name":\s*"([^"]*)",\s*"pid":[^,]+,\s*"tid":([^,]+),'
-    r'\s*"ts":([^,]+),\s*"dur":([^,]+),\s*"args":\s*\{\s*'
+    r'"ph":\s*+"(?:X",\s*+"cat":\s*+"(\w++)",\s*+"name":\s*+"([^"]*+)",\s*+"pid":[^,]++,\s*+"tid":([^,]++),'
+    r'\s*+"ts":([^,]++),\s*+"dur":([^,]++),\s*+"args":\s*+\{\s*+'
     rf'(?:"External id"{_NUMBER})?{_FUNCTION}(?:"Sequence number"{_NUMBER}"Fwd thread id"{_NUMBER}{_FUNCTION})?'
-    r'([^}]*)\}\s*\}|[^X]")'
+    r'([^}]*+)\}\s*+\}|[^X]")'
 )
+
+
+class _Numbers(dict[str, int]):
+    """Integers by their text, one of each: a trace has few threads, and many events of each."""
+
+    def __missing__(self, text: str) -> int:
+        self[text] = number = int(text)
+        return number
 
 
 class _Rows:
@@ -177,6 +186,7 @@ class _Rows:
             category: {"": kind.fixed({})} for category, kind in _CATEGORIES.items()
         }
         self.known: dict[Row, Row] = {}  # one copy of each
+        self.threads = _Numbers()
 
     def glance(self, first: int, text: str) -> int | None:
         """Take events from their text; None, and none taken, if some are not as Kineto writes them."""
@@ -188,7 +198,7 @@ class _Rows:
             category: (kind.cut, self.fixed[category], self.until_us[category], self.of[category].append)
             for category, kind in _CATEGORIES.items()
         }
-        intern, infinity = sys.intern, math.inf
+        intern, infinity, longest_us, threads = sys.intern, math.inf, _LONGEST_EVENT_US, self.threads
         for number, found in enumerate(events, first):
             category, name, thread, start, duration, external_id, sequence, forward_thread, args = found
             if category not in at_hand:
@@ -203,10 +213,12 @@ class _Rows:
                 fixed = texts.get(recurring)
                 if fixed is None:
                     fixed, counters = self.learn(category, recurring, counters)
-                duration_us = self.sane_us(float(duration))
+                duration_us = float(duration)
+                if not 0.0 <= duration_us <= longest_us:
+                    duration_us = self.sane_us(duration_us)
                 if "\\" in name:
                     name = json.loads(f'"{name}"')
-                append((start_us, duration_us, number, intern(name), int(thread), fixed, *counters))
+                append((start_us, duration_us, number, intern(name), threads[thread], fixed, *counters))
             except _OF_FIELDS:
                 self.malformed += 1
         self.keep_bounds()

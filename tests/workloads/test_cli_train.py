@@ -1,11 +1,13 @@
 """The verbs `train ddpm` and `sample`: options reach the library, results go to stdout, progress to stderr."""
 
 import argparse
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
+import types
 from dataclasses import fields
 from pathlib import Path
 
@@ -53,6 +55,55 @@ def test_training_then_sampling(capsys):
     assert run(*sampling, "--out", "grid.png") == 0
     assert capsys.readouterr().out == "grid.png\n"
     assert cv2.imread("grid.png").shape == (17, 17, 3)
+
+
+@pytest.fixture
+def boards(monkeypatch):
+    """Reads what TensorBoard was given, (name, step) -> value; a stand-in takes it where the package is absent."""
+    if importlib.util.find_spec("tensorboard") is not None:
+        reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+        def read(folder: Path) -> dict[tuple[str, int], float]:
+            events = reader.EventAccumulator(str(folder))
+            events.Reload()
+            return {(name, e.step): e.value for name in events.Tags()["scalars"] for e in events.Scalars(name)}
+
+        return read
+
+    written: dict[Path, dict[tuple[str, int], float]] = {}
+
+    class SummaryWriter:
+        def __init__(self, folder, purge_step):
+            kept = {key: value for key, value in written.get(Path(folder), {}).items() if key[1] < purge_step}
+            self.scalars = written[Path(folder)] = kept
+
+        def add_scalar(self, name, value, step):
+            self.scalars[name, step] = value
+
+        def close(self):
+            """Nothing is held back."""
+
+    module = types.ModuleType("torch.utils.tensorboard")
+    vars(module)["SummaryWriter"] = SummaryWriter
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    return written.__getitem__
+
+
+def test_the_log_goes_to_tensorboard_too(boards):
+    options = ("--preset", "tiny", "--batch", "2", "--log-every", "2", "--save-every", "2", "--sample-every", "0")
+    train = ("train", "ddpm", "--out", "run", "--device", "cpu", "--tensorboard")
+    assert run(*train, "--data", "x.npz", "--val", "x.npz", "--val-every", "2", "--steps", "2", *options) == 0
+    assert run(*train, "--resume", "--steps", "4") == 0
+    lines = [json.loads(line) for line in Path("run/log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines if "val_loss" in line] == [2, 4]
+    logged = {
+        (name, line["step"]): value
+        for line in lines
+        for name, value in line.items()
+        if name != "step" and value is not None
+    }
+    assert boards(Path("run/tensorboard")) == pytest.approx(logged)
 
 
 def test_every_setting_has_an_option_and_unset_options_are_not_given():
