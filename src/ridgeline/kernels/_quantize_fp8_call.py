@@ -1,0 +1,135 @@
+"""What quantize_fp8 is called with: tiles, sizes, what it writes into, what it refuses, samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ridgeline.kernels._conv import FLOATS
+from ridgeline.kernels._nhwc import cdiv, next_power_of_2, pixel_pitch, random_nhwc
+from ridgeline.kernels._op import Sample, Target, dtype_name
+from ridgeline.kernels._quantize_fp8 import FORMATS
+
+COLUMN_ALIGNMENT = 16  # of the pitch of a transposed copy, in elements of a byte
+_OLDEST = 89  # architecture with conversions to FP8
+
+
+@dataclass(frozen=True)
+class Config:
+    """Pixels and channels of a tile, and the warps that quantise it."""
+
+    pixels: int = 128
+    channels: int = 64
+    num_warps: int = 4
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether both are powers of two that 16-byte accesses divide, and a thread has 32 or 64 elements in flight."""
+        powers = all(n & (n - 1) == 0 for n in (self.pixels, self.channels, self.num_warps))
+        elements = self.pixels * self.channels // (32 * self.num_warps)
+        return powers and min(self.pixels, self.channels) >= 16 and elements in (32, 64)
+
+    def width(self, x: Tensor) -> int:
+        """Channels of a tile of `x`, which may have fewer."""
+        return min(self.channels, next_power_of_2(x.shape[1]))
+
+    def programs(self, x: Tensor) -> int:
+        pixels, c = size(x)
+        return cdiv(pixels, self.pixels) * cdiv(c, self.width(x))
+
+
+CONFIGS = (
+    Config(), Config(64, 64, 4), Config(32, 64, 2), Config(64, 128, 4), Config(128, 64, 8), Config(128, 128, 8),
+    Config(256, 32, 4), Config(256, 64, 8), Config(64, 64, 2),
+)  # fmt: skip
+
+
+def default_config(x: Tensor, target: Target) -> Config:
+    """The largest of the first three tiles of which there are two for each multiprocessor; else the smallest."""
+    enough = (config for config in CONFIGS[:3] if config.programs(x) >= 2 * target.sm_count)
+    return next(enough, CONFIGS[2])
+
+
+def size(x: Tensor) -> tuple[int, int]:
+    """(pixels, channels)."""
+    c = x.shape[1]
+    return (x.numel() // c if c else 0), c
+
+
+def pitch(pixels: int) -> int:
+    return COLUMN_ALIGNMENT * cdiv(pixels, COLUMN_ALIGNMENT)
+
+
+def x_pitch(x: Tensor) -> int:
+    found = pixel_pitch(x if x.dim() == 4 else x[:, :, None, None])
+    assert found is not None
+    return found
+
+
+def nothing_seen(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_zeros(1, dtype=torch.float32), x.new_zeros((1, 3), dtype=torch.int64)
+
+
+def empty_y(x: Tensor, fp8_format: str) -> Tensor:
+    layout = torch.channels_last if x.dim() == 4 else torch.contiguous_format
+    return torch.empty(x.shape, dtype=FORMATS[fp8_format].dtype, device=x.device, memory_format=layout)
+
+
+def empty_words(x: Tensor) -> Tensor:
+    """Where columns go, as the words of four pixels that cross threads."""
+    pixels, c = size(x)
+    return x.new_empty((c, pitch(pixels) // 4), dtype=torch.int32)
+
+
+def check(x: Tensor, fp8_format: str, target: Target | None) -> None:
+    if x.dtype not in FLOATS:
+        refuse(f"x must be one of {', '.join(map(dtype_name, FLOATS))}, got {x.dtype}", TypeError)
+    if x.dim() not in (2, 4):
+        refuse(f"x must have 2 or 4 axes, got shape {tuple(x.shape)}")
+    if pixel_pitch(x if x.dim() == 4 else x[:, :, None, None]) is None:
+        refuse(
+            f"x must be channels_last, or a matrix with adjacent channels, got strides {x.stride()} "
+            f"for shape {tuple(x.shape)}"
+        )
+    if fp8_format not in FORMATS:
+        refuse(f"fp8_format must be one of {', '.join(FORMATS)}, got {fp8_format!r}")
+    if target is not None and int(target.arch.removeprefix("sm_")) < _OLDEST:
+        refuse(f"{target.arch} has no conversion to FP8: it takes sm_{_OLDEST} or later")
+
+
+def check_rows(x: Tensor, amax: Tensor, counts: Tensor, scale: Tensor, tensor: int) -> None:
+    """Refuse a state whose row the kernel would not find where it looks."""
+    rows = (amax.numel(),)
+    for name, value, dtype, shape in (
+        ("amax", amax, torch.float32, rows),
+        ("counts", counts, torch.int64, (*rows, 3)),
+        ("scale", scale, torch.float32, rows),
+    ):
+        if value.dtype != dtype:
+            refuse(f"{name} must be {dtype}, got {value.dtype}", TypeError)
+        if value.shape != shape or not value.is_contiguous():
+            refuse(f"{name} must be dense of shape {tuple(shape)}, got {tuple(value.shape)}, strides {value.stride()}")
+        if value.device != x.device:
+            refuse(f"{name} must be on {x.device}, where x is, got {value.device}")
+    if not 0 <= tensor < rows[0]:
+        refuse(f"tensor must be one of the {rows[0]} rows of scale, got {tensor}")
+
+
+def refuse(text: str, kind: type[Exception] = ValueError) -> NoReturn:
+    raise kind(f"quantize_fp8: {text}")
+
+
+def sample(why: str, shape: Sequence[int], *, real_size: bool = False, **choices: Any) -> Sample:
+    """Normal data whose largest tenth of a percent saturates in e4m3, of a map or, with two sizes, of a matrix."""
+
+    def arguments(dtype: torch.dtype, device: str) -> dict[str, Any]:
+        whole = (*shape, 1, 1)[:4]
+        x = random_nhwc(whole, dtype, device, seed=0)  # pyright: ignore[reportArgumentType]
+        scale = torch.full((1,), 136.0, device=device)
+        return {"x": x if len(shape) == 4 else x[:, :, 0, 0], "scale": scale, "fp8_format": "e4m3", **choices}
+
+    return Sample(why, arguments, real_size)

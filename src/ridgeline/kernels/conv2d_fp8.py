@@ -1,0 +1,181 @@
+"""y = conv2d(x, weight) · scale + bias of FP8 operands, NHWC, stride 1: forward, and the gradient of x. sm_90.
+
+x       [N, C, H, W]    FP8 e4m3 (activations) or e5m2 (gradients); channels_last, or a channel slice of it
+weight  [K, C, R, S]    FP8 e4m3; channels_last
+scale   [1]             fp32 on the device of x: the product of what x and weight were divided by to quantise them
+bias    [K]             fp32 or bf16; None: none
+y       [N, K, HO, WO]  bf16, channels_last
+padding                 (rows, columns) of zeros on each side of x, less than R and S
+
+C is a multiple of 16, K of 8. Sums in the tensor cores' own accumulator, which keeps some 14 bits and cuts the rest off
+(`eps`); rounded once. Raises ValueError or TypeError for anything else.
+
+wgmma wants both FP8 operands with the reduced dimension adjacent. So the gradient of x is this op, on
+`for_dgrad(weight)` with the padding R - 1 - p: the weight transposed and its taps backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ridgeline.cost import Cost
+from ridgeline.cost.conv import ConvProblem, conv_forward
+from ridgeline.kernels._conv2d_gluon import conv2d_gluon_kernel
+from ridgeline.kernels._conv2d_pass import (
+    Config,
+    Pass,
+    box_count,
+    box_of,
+    map_of,
+    pass_of,
+    step_of,
+    tile_configs,
+    weight_map,
+)
+from ridgeline.kernels._nhwc import cdiv, random_nhwc
+from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
+from ridgeline.numerics import BF16_EPS
+
+_CUT = 2.0**-13  # of Hopper's FP8 sums: measured by DeepGEMM's authors and others
+OPERANDS = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def for_dgrad(weight: Tensor) -> Tensor:
+    """[C, K, R, S], taps backward, of a weight [K, C, R, S]: the gradient of x is the convolution of dy with it."""
+    bits = weight.view(torch.uint8) if weight.dtype in OPERANDS else weight
+    turned = bits.flip(2, 3).transpose(0, 1).contiguous(memory_format=torch.channels_last)
+    return turned.view(weight.dtype)
+
+
+def reference(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, padding: Sequence[int]
+) -> Tensor:
+    wide = x.dtype if x.dtype == torch.float64 else torch.float32
+    y = F.conv2d(x.to(wide), weight.to(wide), padding=tuple(padding)) * scale.to(wide)
+    y = y if bias is None else y + bias.to(wide)[:, None, None]
+    return y if wide == torch.float64 else y.to(torch.bfloat16)
+
+
+def cost(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, padding: Sequence[int]  # noqa: ARG001
+) -> Cost:  # fmt: skip
+    return conv_forward(_pass(x, weight, padding).conv, x.dtype, out_dtype=torch.bfloat16)
+
+
+def eps(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, padding: Sequence[int]) -> float:  # noqa: ARG001
+    """Rounding to bf16, and one bit in 14 cut off the sum for each 32 products added, at worst all to one side."""
+    return BF16_EPS + weight[0].numel() / 32 * _CUT
+
+
+def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
+    x, weight = arguments["x"], arguments["weight"]
+    return tile_configs(weight.shape[1], weight.shape[0], x.element_size(), target or target_of(x))
+
+
+def plan(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, padding: Sequence[int],
+    config: Config | None = None, target: Target | None = None,
+) -> Launch:  # fmt: skip
+    """The launch for one call. Runs nothing."""
+    one = _pass(x, weight, padding)
+    one.check(maps={"x": x}, weight=weight, dtypes=OPERANDS, weight_dtype=torch.float8_e4m3fn)
+    conv, target, size = one.conv, target or target_of(x), x.element_size()
+    if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != x.device:
+        one.refuse(f"scale must be one fp32 on {x.device}, got {scale.dtype} of shape {tuple(scale.shape)}", TypeError)
+    if bias is not None and (tuple(bias.shape) != (conv.k,) or bias.dtype not in (torch.float32, torch.bfloat16)):
+        one.refuse(f"bias must be fp32 or bf16 of shape {(conv.k,)}, got {bias.dtype} {tuple(bias.shape)}")
+    step, (r, s) = step_of(conv.c, size), conv.filter
+    if config is None:
+        arguments = {"x": x, "weight": weight, "scale": scale, "bias": bias, "padding": padding}
+        config = tuned_config(OP, Config, lambda c: c.is_valid(size, step, target), **arguments)
+        config = config or next(iter(tile_configs(conv.c, conv.k, size, target)), None)
+    if config is None or not config.is_valid(size, step, target):
+        one.refuse(f"{config} is not valid for {conv} on {target.arch}")
+    y = torch.empty(one.y_shape, dtype=torch.bfloat16, device=x.device, memory_format=torch.channels_last)
+    box, pieces = box_of(conv.n, conv.oh, conv.ow, config.pixels), config.pieces(size, step, target)
+    tiles = box_count(conv.n, conv.oh, conv.ow, box) * cdiv(conv.k, config.channels)
+    return Launch(
+        kernel=conv2d_gluon_kernel,
+        grid=(min(tiles, target.sm_count),),
+        arguments={
+            "x_desc": map_of(x, box, step),
+            "weight_desc": weight_map(weight, (config.channels, 1, step)),
+            "y_desc": map_of(y, box, config.channels // pieces),
+            "scale_ptr": scale,
+            "bias_ptr": bias,
+            "images": conv.n,
+            "H": conv.oh,
+            "W": conv.ow,
+        },
+        constants={
+            "REDUCED": conv.c, "OUT": conv.k, "R": r, "S": s,
+            "TOP": one.padding[0], "LEFT": one.padding[1], "DGRAD": False,
+            "BOX_N": box[0], "BOX_H": box[1], "BOX_W": box[2], "BLOCK_N": config.channels, "BLOCK_K": step,
+            "STAGES": config.stages, "PIECES": pieces,
+        },
+        num_warps=config.num_warps,
+        num_stages=1,
+        output=y,
+    )  # fmt: skip
+
+
+def conv2d_fp8(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, padding: Sequence[int]
+) -> Tensor:
+    return execute("conv2d_fp8", plan(x, weight, scale, bias, padding=padding), x)
+
+
+def _pass(x: Tensor, weight: Tensor, padding: Sequence[int]) -> Pass:
+    k, c, *filter_size = weight.shape
+    n, channels, *image = x.shape
+    conv = ConvProblem(n, c, k, tuple(image), tuple(filter_size), padding=tuple(padding))
+    one = pass_of("conv2d_fp8", conv, x.dtype)
+    if channels != c:
+        one.refuse(f"weight {tuple(weight.shape)} must have the {channels} channels of x: groups must be 1")
+    return one
+
+
+def fp8_sample(
+    why: str, x: tuple[int, int, int, int], weight: tuple[int, int, int], *, bias: bool = True, real_size: bool = False
+) -> Sample:
+    """`weight` is (K, R, S); padded to keep the size. `dtype` is that of x: e4m3, or e5m2 as gradients have it."""
+    k, r, s = weight
+
+    def arguments(dtype: torch.dtype, device: str) -> dict[str, Any]:
+        reduced = x[1] * r * s
+        # a wide spread, as scales would leave it: 16 is far from the largest of both formats
+        made: dict[str, Any] = {"x": (random_nhwc(x, torch.float32, device, seed=0) * 16).to(dtype)}
+        made["weight"] = (random_nhwc((k, x[1], r, s), torch.float32, device, seed=1) * 16).to(torch.float8_e4m3fn)
+        made["scale"] = torch.full((1,), 2.0**-8 * reduced**-0.5, device=device)
+        made["bias"] = random_nhwc((1, k, 1, 1), torch.float32, device, seed=2).flatten() if bias else None
+        return {**made, "padding": (r // 2, s // 2)}
+
+    return Sample(why, arguments, real_size)
+
+
+SAMPLES = (
+    fp8_sample("UNet 32x32 128->128, batch 128", (128, 128, 32, 32), (128, 3, 3), real_size=True),
+    fp8_sample("UNet 32x32 256->256, batch 128", (128, 256, 32, 32), (256, 3, 3), real_size=True),
+    fp8_sample("UNet 16x16 512->256, batch 128", (128, 512, 16, 16), (256, 3, 3), real_size=True),
+    fp8_sample("UNet 8x8 512->256, batch 128", (128, 512, 8, 8), (256, 3, 3), real_size=True),
+    fp8_sample("UNet 32x32 384->128 1x1, batch 128", (128, 384, 32, 32), (128, 1, 1), real_size=True),
+    fp8_sample("odd map, channels beside the tiles", (3, 80, 7, 13), (72, 3, 3)),
+    fp8_sample("filters that are not square, one image, no bias", (1, 64, 9, 5), (96, 1, 5), bias=False),
+    fp8_sample("a map smaller than a box", (2, 16, 3, 2), (16, 3, 3)),
+)
+
+OP = define(
+    conv2d_fp8,
+    reference=reference,
+    cost=cost,
+    launcher=Launcher(plan, candidates),
+    samples=SAMPLES,
+    dtypes=OPERANDS,
+    eps=eps,
+    interpretable=False,
+)

@@ -1,0 +1,137 @@
+"""Convolution of FP8 operands: machine code without a GPU, numbers on one."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ridgeline.kernels import conv2d_fp8
+from ridgeline.kernels._op import typical_target
+from ridgeline.numerics import compare, to_float64
+from ridgeline.sass import compile_many, inspect
+
+SM_90 = typical_target("sm_90")
+NAMES = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
+OP = conv2d_fp8.OP
+
+
+@pytest.fixture(scope="module")
+def machine_code():
+    """Two configs of each format: four warps that multiply, and eight."""
+    cases = []
+    for dtype in conv2d_fp8.OPERANDS:
+        arguments = OP.samples[0].arguments(dtype, "meta")
+        cases += [(dtype, c, arguments) for c in conv2d_fp8.candidates(target=SM_90, **arguments)[:2]]
+    launches = [conv2d_fp8.plan(config=config, target=SM_90, **arguments) for _, config, arguments in cases]
+    binaries = compile_many([launch.source("sm_90") for launch in launches])
+    return [(dtype, inspect(binary)) for (dtype, _, _), binary in zip(cases, binaries, strict=True)]
+
+
+def test_operands_go_from_the_copy_engine_to_fp8_wgmma(machine_code):
+    assert {report.num_warps for _, report in machine_code} == {8, 12}
+    for dtype, report in machine_code:
+        (instruction,) = report.matrix_instructions
+        assert instruction.startswith("QGMMA") and instruction.endswith(f".{NAMES[dtype]}.E4M3")
+        # one byte permuted would mean that an operand is transposed in registers
+        assert report.permutes == 0 and report.problems == ()
+        assert report.count("UTMALDG") >= 2 and report.count("UTMASTG")
+
+
+def test_it_is_for_hopper_alone():
+    arguments = OP.samples[0].arguments(torch.float8_e4m3fn, "meta")
+    with pytest.raises(ValueError, match=r"conv2d_fp8: None is not valid for .* on sm_89"):
+        conv2d_fp8.plan(target=typical_target("sm_89"), **arguments)
+
+
+@pytest.mark.parametrize("dtype", conv2d_fp8.OPERANDS)
+@pytest.mark.parametrize("sample", [s for s in OP.samples if not s.real_size], ids=lambda s: s.why)
+def test_without_a_gpu_it_is_its_reference(sample, dtype):
+    arguments = sample.arguments(dtype, "cpu")
+    y = OP(**arguments)
+    assert y.dtype == torch.bfloat16 and y.is_contiguous(memory_format=torch.channels_last)
+    x, weight = arguments["x"].double(), arguments["weight"].double()
+    exact = F.conv2d(x, weight, padding=arguments["padding"]) * arguments["scale"].double()
+    if arguments["bias"] is not None:
+        exact += arguments["bias"].double()[:, None, None]
+    torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=1e-6)
+    torch.library.opcheck(OP.overload, (), arguments, test_utils=("test_faketensor",))
+
+
+@pytest.mark.parametrize(("r", "s"), [(3, 3), (1, 5), (1, 1)])
+def test_the_gradient_of_x_is_a_convolution_too(r, s):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(16, 24, r, s, generator=generator, dtype=torch.float64)
+    dy = torch.randn(2, 16, 6, 7, generator=generator, dtype=torch.float64)
+    padding = (r // 2, s // 2)
+    expected = torch.nn.grad.conv2d_input((2, 24, 6, 7), weight, dy, padding=padding)
+    turned = conv2d_fp8.for_dgrad(weight)
+    assert turned.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(F.conv2d(dy, turned, padding=(r - 1 - padding[0], s - 1 - padding[1])), expected)
+    narrow = weight.to(torch.float8_e4m3fn)
+    assert torch.equal(conv2d_fp8.for_dgrad(narrow).float(), conv2d_fp8.for_dgrad(narrow.float()))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.empty(1, 16, 8, 8)}, "x must be float8_e4m3fn or float8_e5m2, got torch.float32"),
+        ({"weight": torch.empty(24, 16, 3, 3).to(torch.float8_e5m2)}, "weight must be torch.float8_e4m3fn"),
+        ({"scale": torch.ones(2)}, r"scale must be one fp32 on cpu, got torch.float32 of shape \(2,\)"),
+        ({"bias": torch.ones(24).half()}, r"bias must be fp32 or bf16 of shape \(24,\)"),
+        (
+            {
+                "x": torch.empty(1, 8, 8, 8).to(torch.float8_e4m3fn),
+                "weight": torch.empty(24, 8, 3, 3).to(torch.float8_e4m3fn),
+            },
+            "channels must be multiples of 16 and filters of 8, got 8 and 24",
+        ),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(change, message):
+    arguments = {
+        "x": torch.empty(1, 16, 8, 8).to(torch.float8_e4m3fn),
+        "weight": torch.empty(24, 16, 3, 3).to(torch.float8_e4m3fn),
+        "scale": torch.ones(1),
+        "bias": None,
+        "padding": (1, 1),
+        **change,
+    }
+    channels_last = {
+        name: t.contiguous(memory_format=torch.channels_last) if isinstance(t, torch.Tensor) and t.dim() == 4 else t
+        for name, t in arguments.items()
+    }
+    with pytest.raises((ValueError, TypeError), match=f"conv2d_fp8: {message}"):
+        conv2d_fp8.plan(target=SM_90, **channels_last)
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+def right(arguments, config=None):
+    launch = conv2d_fp8.plan(config=config, target=SM_90, **arguments)
+    launch.output.fill_(float("nan"))
+    launch.run()
+    # conv2d's own sums of FP8 values in fp32: TF32 would round them
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        eager = OP.reference(**arguments)
+    verdict = compare(launch.output, OP.reference(**to_float64(arguments)), eager, eps=conv2d_fp8.eps(**arguments))
+    assert verdict.passed, f"{config}: {verdict.reason}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", conv2d_fp8.OPERANDS)
+@pytest.mark.parametrize("sample", OP.samples, ids=lambda s: s.why)
+def test_every_candidate_is_right(sample, dtype):
+    arguments = sample.arguments(dtype, "cuda")
+    for config in conv2d_fp8.candidates(**arguments):
+        right(arguments, config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(100))
+def test_random_shapes(seed):
+    chosen = random.Random(seed)
+    x = chosen.choice((1, 2, 33)), chosen.choice((16, 80, 128)), chosen.randint(1, 40), chosen.randint(1, 40)
+    weight = (chosen.choice((16, 200)), *chosen.choice(((1, 1), (3, 3))))
+    right(conv2d_fp8.fp8_sample("", x, weight).arguments(chosen.choice(conv2d_fp8.OPERANDS), "cuda"))
