@@ -1,0 +1,201 @@
+"""Attention of a dynamo graph reads its packed q, k and v: same loss and gradients, and only where that is so."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.debugging import aot_eager
+
+from graphs import by_reference
+from ridgeline.kernels import attention_packed
+from ridgeline.models.ddpm_unet import Attention, UNetConfig
+from ridgeline.train_backend import TrainBackend
+from ridgeline.train_rewrites import fuse_attention
+from ridgeline.train_rewrites._match import calls
+
+NAME = "fuse_attention"
+HEADS, D = 2, 8
+C = HEADS * D
+DEVICE: Any = "cuda" if torch.cuda.is_available() else "cpu"
+sdpa: Any = F.scaled_dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    """Dynamo gives up on a function that it compiled eight times."""
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    """One attention over x [N, T, C], spelled as in `forward`."""
+
+    def __init__(self, spelling: Callable[[Block, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.spelling, self.qkv, self.other = spelling, nn.Linear(C, 3 * C), nn.Linear(C, 3 * C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.spelling(self, x)
+
+
+def split(packed: Tensor) -> tuple[Tensor, ...]:
+    return packed.unflatten(2, (3, HEADS, D)).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def rows(y: Tensor) -> Tensor:
+    return y.transpose(1, 2).flatten(2)
+
+
+def each(packed: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(t.view(*t.shape[:2], HEADS, D).transpose(1, 2) for t in packed)
+
+
+def by_index(m: Block, x: Tensor) -> Tensor:
+    qkv = m.qkv(x).reshape(*x.shape[:2], 3, HEADS, D)
+    q, k, v = (torch.transpose(qkv[:, :, i], 1, 2) for i in range(3))
+    return torch.reshape(sdpa(q, k, v, dropout_p=0.0).permute(0, 2, 1, 3), x.shape)
+
+
+def batch_first(m: Block, x: Tensor) -> Tensor:
+    q, k, v = m.qkv(x).view(*x.shape[:2], 3, HEADS, D).transpose(1, 3).movedim(2, 0)
+    return sdpa(q, k, v).transpose(1, 2).reshape(x.shape)
+
+
+TAKEN = {
+    "one permutation": lambda m, x: rows(sdpa(*split(m.qkv(x)))),
+    "chunks": lambda m, x: sdpa(*each(m.qkv(x).chunk(3, dim=-1)), scale=0.5).transpose(1, 2).contiguous().view(x.shape),
+    "split in rows": lambda m, x: rows(sdpa(*each(m.qkv(x).split(C, dim=2)), attn_mask=None, is_causal=False)),
+    "slices": lambda m, x: rows(sdpa(*each([(p := m.qkv(x))[..., :C], p[..., C : 2 * C], p[..., 2 * C :]]))),
+    "indices": by_index,
+    "three axes turned": batch_first,
+    "rows that are a view": lambda m, x: rows(sdpa(*split(m.qkv(x.flatten(0, 1)).view(*x.shape[:2], 3 * C)))),
+    "qkv read by another": lambda m, x: rows(sdpa(*split(y := m.qkv(x)))) + y[..., :C],
+    "result read twice": lambda m, x: rows(y := sdpa(*split(m.qkv(x)))) + y.transpose(1, 2).flatten(2),
+}
+LEFT = {
+    "a mask": lambda m, x: rows(sdpa(*split(m.qkv(x)), attn_mask=torch.ones(x.shape[1:2] * 2, dtype=torch.bool))),
+    "causal": lambda m, x: rows(sdpa(*split(m.qkv(x)), is_causal=True)),
+    "dropout": lambda m, x: rows(sdpa(*split(m.qkv(x)), dropout_p=1e-9)),
+    "a negative scale": lambda m, x: rows(sdpa(*split(m.qkv(x)), scale=-1.0)),
+    "queries from another tensor": lambda m, x: rows(sdpa(split(m.other(x))[0], *split(m.qkv(x))[1:])),
+    "another order": lambda m, x: rows(sdpa(*split(m.qkv(x))[::-1])),
+    "heads before q, k and v": lambda m, x: rows(
+        sdpa(*m.qkv(x).unflatten(2, (HEADS, 3, D)).permute(3, 0, 2, 1, 4).unbind(0))
+    ),
+    "channels before heads": lambda m, x: rows(
+        sdpa(*m.qkv(x).unflatten(2, (3, D, HEADS)).permute(2, 0, 4, 1, 3).unbind(0))
+    ),
+    "one head read as several": lambda m, x: rows(sdpa(*(t.flip(1) for t in split(m.qkv(x))))),
+    "normalised queries": lambda m, x: rows(sdpa(F.layer_norm((p := split(m.qkv(x)))[0], (D,)), *p[1:])),
+    "read head by head": lambda m, x: sdpa(*split(m.qkv(x))).flatten(1),
+}  # fmt: skip
+
+
+def tokens(count: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(2, count, C, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+
+
+def channels_last(module: Any) -> nn.Module:
+    return module.to(DEVICE, memory_format=torch.channels_last)
+
+
+def image(channels: int) -> Tensor:
+    """With a gradient: PyTorch 2.13's group_norm on a CPU reads a null pointer where its input has none."""
+    x = torch.randn(2, channels, 4, 4, generator=torch.Generator().manual_seed(0))
+    return x.to(DEVICE).contiguous(memory_format=torch.channels_last).requires_grad_()
+
+
+def gradients(fn: Any, module: nn.Module, *inputs: Tensor) -> list[Tensor | None]:
+    module.zero_grad()
+    y = fn(*inputs)
+    weights = torch.arange(y.numel(), device=y.device).view_as(y) / y.numel()
+    (y.float() * weights).sum().backward()
+    return [y.detach(), *(p.grad for p in module.parameters())]
+
+
+def both(module: nn.Module, *inputs: Tensor, names: tuple[str, ...] = (NAME,), tolerance: float = 2e-2) -> int:
+    """Sites found; loss and gradients must be those of the module untouched."""
+    expected = gradients(module, module, *inputs)
+    backend = TrainBackend(names, cast(Any, aot_eager))
+    actual = gradients(torch.compile(module, backend=backend, dynamic=False), module, *inputs)
+    for a, e in zip(actual, expected, strict=True):
+        if e is not None:
+            assert a is not None
+            assert (a.float() - e.float()).norm() <= tolerance * e.float().norm()
+    return backend.sites[NAME]
+
+
+def block(spelling: Any, dtype: torch.dtype) -> Block:
+    torch.manual_seed(0)
+    return Block(spelling).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_equals_the_module(name: str):
+    assert both(block(TAKEN[name], torch.bfloat16), tokens()) == 1
+
+
+def left_alone(name: str, dtype: torch.dtype = torch.bfloat16, count: int = 5) -> bool:
+    """Whether the graph is as before, and so its results."""
+    module, x = block((LEFT | TAKEN)[name], dtype), tokens(count, dtype)
+    backend = TrainBackend((NAME,), lambda graph_module, _inputs: graph_module.forward)
+    torch.testing.assert_close(torch.compile(module, backend=backend, dynamic=False)(x), module(x))
+    return backend.sites == {NAME: 0}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_does_not_fire_on(name: str):
+    assert left_alone(name)
+
+
+def test_does_not_fire_on_products_in_fp32_or_too_many_tokens():
+    assert left_alone("one permutation", torch.float32)
+    assert left_alone("one permutation", count=1025)
+
+
+def test_two_of_the_unets_attentions_under_autocast():
+    torch.manual_seed(0)
+    config = UNetConfig(image_size=8, channels=(16, 32), attention_resolutions=(4,), heads=2, groups=4)
+    module = channels_last(nn.Sequential(Attention(config, 32), Attention(config, 32)))
+    x = image(32)
+    with torch.autocast(DEVICE, torch.bfloat16), by_reference():
+        assert both(module, x, names=("fuse_group_norm_silu", NAME)) == 2
+
+
+def packed_graph(qkv_dtype: torch.dtype, *views: torch.dtype) -> tuple[fx.GraphModule, fx.Node]:
+    """A graph whose attention computes in bf16, and its placeholder of `qkv_dtype`, read through views of dtypes."""
+    graph = fx.Graph()
+    qkv = found = graph.placeholder("qkv")
+    for view in views:
+        found = graph.call_method("view", (found, view))
+    parts, heads = graph.call_method("chunk", (found, 3, 2)), []
+    for i in range(3):
+        part = graph.call_method("unflatten", (graph.call_function(operator.getitem, (parts, i)), 2, (HEADS, D)))
+        heads.append(graph.call_method("transpose", (part, 1, 2)))
+    attention = graph.call_function(sdpa, tuple(heads))
+    graph.output(graph.call_method("transpose", (attention, 1, 2)))
+    qkv.meta["example_value"] = torch.empty(2, 5, 3 * C, dtype=qkv_dtype)
+    for node in heads:
+        node.meta["example_value"] = torch.empty(2, HEADS, 5, D, dtype=views[-1] if views else qkv_dtype)
+    attention.meta["example_value"] = torch.empty(2, HEADS, 5, D, dtype=torch.bfloat16)
+    return fx.GraphModule(nn.Module(), graph), qkv
+
+
+def test_a_packed_tensor_in_fp32_is_cast_as_autocast_would():
+    """CUDA's autocast casts what attention is given, so the graph is told what a GPU would have returned."""
+    module, qkv = packed_graph(torch.float32)
+    assert fuse_attention.apply(module) == 1
+    (call,) = calls(module, attention_packed.OP.overload)
+    cast = call.args[0]
+    assert isinstance(cast, fx.Node) and cast.target == "to" and cast.args == (qkv, torch.bfloat16)
+    assert module(torch.randn(2, 5, 3 * C, device=DEVICE)).dtype == torch.bfloat16
+
+
+def test_bits_read_as_another_dtype_are_another_tensor():
+    assert fuse_attention.apply(packed_graph(torch.bfloat16, torch.float16)[0]) == 0
+    assert fuse_attention.apply(packed_graph(torch.bfloat16, torch.float16, torch.bfloat16)[0]) == 1
