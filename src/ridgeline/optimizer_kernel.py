@@ -22,6 +22,7 @@ from ridgeline.errors import NotEngaged
 from ridgeline.kernels import adamw_ema
 from ridgeline.kernels._op import INTERPRETED
 from ridgeline.kernels.adamw_ema import Averaging, Group, Plan
+from ridgeline.weight_copies import WeightCopies
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +34,7 @@ class OnePass:
     averaged: frozenset[int]  # ids of the weights whose averages it moves
     ema: Ema | None
     model: nn.Module
+    copies: WeightCopies  # which it writes, and whose gradients it reads
 
     @torch.no_grad()
     def step_(self, *, norm: Tensor | None, found_inf: Tensor | None) -> None:
@@ -44,13 +46,17 @@ class OnePass:
         # Triton launches on the current device, which need not be the model's
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             for plan in self.plans:
-                located = adamw_ema.locate(plan, [_gradient(parameter) for parameter in plan.parameters])
+                gradients = [_placed(self.copies.gradient(p), p) for p in plan.parameters]
+                located = adamw_ema.locate(plan, gradients)
                 adamw_ema.step_(plan, located, norm=norm, found_inf=found_inf)
+        self.copies.written()
         if self.ema is not None and not self.averaged:
             self.ema.update_(self.model)
 
 
-def one_pass(update: DeviceOptimizer, *, model: nn.Module, ema: Ema | None, clip: float | None) -> OnePass:
+def one_pass(
+    update: DeviceOptimizer, *, model: nn.Module, ema: Ema | None, clip: float | None, copies: WeightCopies
+) -> OnePass:
     """Build the tables for a settled optimizer; copies to the device, so not during a capture.
 
     Raises NotEngaged with the reason where the kernel does not fit the optimizer or its tensors.
@@ -73,16 +79,18 @@ def one_pass(update: DeviceOptimizer, *, model: nn.Module, ema: Ema | None, clip
     try:
         # a loss with weights of its own has no averages of them
         for rule_here, known in ((rule, averages), (None, None)):
-            groups = list(_groups(update, averages, with_average=known is not None))
+            groups = list(_groups(update, averages, copies, with_average=known is not None))
             if groups:
                 plans.append(adamw_ema.build(groups, averaging=rule_here, max_norm=clip))
     except (TypeError, ValueError) as error:
         raise NotEngaged(f"the one-pass kernel does not fit ({error})") from error
     averaged = frozenset(id(p) for p in trained if id(p) in averages)
-    return OnePass(tuple(plans), update.settings(), averaged, ema, model)
+    return OnePass(tuple(plans), update.settings(), averaged, ema, model, copies)
 
 
-def _groups(update: DeviceOptimizer, averages: dict[int, Tensor], *, with_average: bool) -> Iterator[Group]:
+def _groups(
+    update: DeviceOptimizer, averages: dict[int, Tensor], copies: WeightCopies, *, with_average: bool
+) -> Iterator[Group]:
     """The optimizer's groups with those of their trained parameters that have an average, or that have none."""
     optimizer = update.optimizer
     for options, (lr, weight_decay) in zip(optimizer.param_groups, update.scalars(), strict=True):
@@ -100,16 +108,16 @@ def _groups(update: DeviceOptimizer, averages: dict[int, Tensor], *, with_averag
             betas=options["betas"],
             eps=options["eps"],
             averages=tuple(averages[id(p)] for p in parameters) if with_average else (),
+            copies=tuple(map(copies.of, parameters)) if len(copies) else (),
         )
 
 
-def _gradient(parameter: Tensor) -> Tensor:
-    """The gradient with the layout of its parameter, at an address for 16-byte accesses.
+def _placed(gradient: Tensor | None, parameter: Tensor) -> Tensor:
+    """A gradient with the layout of its parameter, at an address for 16-byte accesses.
 
     Autograd gives it the layout; the address of one that is a slice of another tensor may be any.
     """
-    gradient = parameter.grad
     assert gradient is not None, "a step refuses trained parameters without a gradient"
     if gradient.stride() == parameter.stride() and gradient.data_ptr() % 16 == 0:
         return gradient
-    return torch.empty_like(parameter).copy_(gradient)
+    return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)

@@ -13,17 +13,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from ridgeline.device_optimizer import DeviceOptimizer, PlainOptimizer, load_state_, portable_state, refusal
 from ridgeline.ema import Ema
 from ridgeline.errors import NotEngaged, UsageError
+from ridgeline.layout_copies import LayoutWatch
 from ridgeline.loss_scale import LossScaler
 from ridgeline.optimizer_kernel import OnePass, one_pass
 from ridgeline.step_recipe import DTYPES, StepRecipe
 from ridgeline.step_state import Snapshot, Structure, Watched, micro_batches, rebuild
 from ridgeline.train_backend import TrainBackend, inductor
+from ridgeline.weight_copies import WeightCopies, norm_in_fp32
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -75,26 +78,36 @@ class StepProgram:
                     f"compile_step: generators must be on the model's device {self.device}, got one on "
                     f"{generator.device}: make it with torch.Generator({self.device.type!r})"
                 )
-        self.backend = TrainBackend(recipe.rewrites, inductor(recipe.compile_mode))
+        self.copies = WeightCopies()
+        self.layouts = LayoutWatch()
+        self.backend = TrainBackend(recipe.rewrites, inductor(recipe.compile_mode, self.layouts.see), self.copies)
         self._compiled: tuple[Any, Loss] | None = None
         self.settle_()
 
     def run(self, leaves: Sequence[Tensor], structure: Structure, *, compiled: bool) -> tuple[Tensor, Tensor | None]:
         """One step: (loss, norm of the gradients before clipping, None without clip), both on the device."""
         loss = self.accumulate_(leaves, structure, compiled=compiled)
-        trained = [p for p in self.parameters() if p.grad is not None]
+        if compiled and self.copies.close_():
+            # the first compiled step has shown which weights have copies, and the pass is to write them
+            self.one_pass, self.why_not_one_pass = self._one_pass()
+        # betas that have changed stand in no table yet: such a step is one of PyTorch's kernels
+        one_pass = self.one_pass if self._is_current(self.one_pass) else None
+        if one_pass is None:
+            self.copies.widen_gradients_()
+        gradients = [(p, g) for p in self.parameters() if (g := self.copies.gradient(p)) is not None]
+        trained = [p for p, _ in gradients]
         found_inf = self.scaler.unscale_(trained) if self.scaler else None
         norm = None
         if self.parts.clip is not None:
-            norm = get_total_norm([p.grad for p in trained if p.grad is not None], foreach=True)
-        # betas that have changed stand in no table yet: such a step is one of PyTorch's kernels
-        if self.one_pass is not None and self.one_pass.settings == self._update.settings():
-            self.one_pass.step_(norm=norm, found_inf=found_inf)
+            norm = self._norm([gradient for _, gradient in gradients])
+        if one_pass is not None:
+            one_pass.step_(norm=norm, found_inf=found_inf)
         else:
             if self.parts.clip is not None and norm is not None:
                 # multiplies by 1 where nothing is clipped: cheaper than asking the device
                 clip_grads_with_norm_(trained, self.parts.clip, norm, foreach=True)
             self._update.step_(found_inf)
+            self.copies.refresh_()
             if self.parts.ema is not None:
                 self.parts.ema.update_(self.parts.model)
         if self.scaler:
@@ -117,6 +130,7 @@ class StepProgram:
                 weighted = value if share == 1.0 else value * share
                 (weighted if self.scaler is None else weighted.float() * self.scaler.scale).backward()
             total = weighted.detach() if total is None else total + weighted.detach()
+        self.copies.merge_gradients_()
         self._check_gradients_()
         assert total is not None
         return total
@@ -137,18 +151,47 @@ class StepProgram:
                     tensor.data = _channels_last(tensor.data)
         self._update.settle_()
         self.watched = Watched([module for _, module in self._named_modules()], self.parts.optimizer)
+        self.copies.open_(())
         self.one_pass, self.why_not_one_pass = self._one_pass()
+        self.why_not_copies = self._why_not_copies()
+        if self.why_not_copies is None:
+            self.copies.open_(self.parameters())
 
     def prepare_(self) -> None:
         """Before a capture: what cannot be made during it. Graphs that were captured before keep what they had."""
-        if self.one_pass is None or self.one_pass.settings != self._update.settings():
+        if not self._is_current(self.one_pass):
             self.one_pass, self.why_not_one_pass = self._one_pass()
         self.refresh()
 
     def refresh(self) -> None:
-        """Send schedules that moved to the device. Steps of schedulers then know that the optimizer has stepped."""
+        """Before a step: send schedules that moved, and weights that were written where they have copies.
+
+        Steps of schedulers then know that the optimizer has stepped.
+        """
         self._update.refresh()
+        self.copies.refresh_where_changed_()
         self.parts.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+
+    def note_replay(self) -> None:
+        """After a step that a graph took: weights were written, which their versions do not show by themselves."""
+        increment_version([p for p in self.parameters() if p.requires_grad])
+        self.copies.written()
+
+    def drop_copies_(self, reason: str) -> None:
+        """Keep no copies of weights from now on: no graph reads them."""
+        if len(self.copies):
+            self.copies.open_(())
+            self.one_pass, self.why_not_one_pass = self._one_pass()
+        self.copies.open_(())
+        self.why_not_copies = self.why_not_copies or reason
+
+    def check_copies(self) -> None:
+        """Raise NotEngaged where the recipe asks for copies of weights and there are none."""
+        if self.recipe.weight_copies == "always" and not len(self.copies):
+            raise NotEngaged(f"compile_step: weight_copies='always', but {self.why_no_copies()}")
+
+    def why_no_copies(self) -> str:
+        return self.why_not_copies or "no compiled step so far has a weight that it would only cast"
 
     def settings(self) -> tuple:
         return self._update.settings()
@@ -188,6 +231,7 @@ class StepProgram:
     def drop_gradients_(self) -> None:
         for parameter in (*self.parts.model.parameters(), *self.parameters()):
             parameter.grad = None
+        self.copies.drop_gradients_()
 
     @contextmanager
     def gradients_kept(self) -> Iterator[None]:
@@ -219,9 +263,14 @@ class StepProgram:
 
     def optimizer_in_words(self) -> str:
         """Whose kernels step it, for a report."""
-        if self.one_pass is not None:
-            return "clip, AdamW and the average of the weights are one pass"
-        return f"{type(self.parts.optimizer).__name__} steps by PyTorch's kernels: {self.why_not_one_pass}"
+        words = "clip, AdamW and the average of the weights are one pass"
+        if self.one_pass is None:
+            words = f"{type(self.parts.optimizer).__name__} steps by PyTorch's kernels: {self.why_not_one_pass}"
+        if len(self.copies):
+            return f"{words}, which keeps bf16 copies of {len(self.copies)} weights"
+        if self.recipe.weight_copies == "never":
+            return words
+        return f"{words}; weights are cast at every use: {self.why_no_copies()}"
 
     def _one_pass(self) -> tuple[OnePass | None, str]:
         """The kernel for the optimizer as it is now, or None and why PyTorch's are used instead."""
@@ -233,11 +282,31 @@ class StepProgram:
         try:
             if isinstance(self._update, PlainOptimizer):
                 raise NotEngaged(f"{self.refusal}")
-            return one_pass(self._update, model=self.parts.model, ema=self.parts.ema, clip=self.parts.clip), ""
+            parts = self.parts
+            return one_pass(self._update, model=parts.model, ema=parts.ema, clip=parts.clip, copies=self.copies), ""
         except NotEngaged as error:
             if choice == "always":
                 raise NotEngaged(f"compile_step: optimizer_kernel='always', but {error}") from error
             return None, str(error)
+
+    def _is_current(self, one_pass: OnePass | None) -> bool:
+        return one_pass is not None and one_pass.settings == self._update.settings()
+
+    def _why_not_copies(self) -> str | None:
+        """Why weights get no bf16 copies, or None where they may."""
+        recipe = self.recipe
+        if recipe.weight_copies == "never":
+            return "the recipe has weight_copies='never'"
+        if recipe.dtype != "bf16":
+            return f"copies are bf16, and the recipe has dtype={recipe.dtype!r}"
+        if recipe.compile == "none":
+            return "only compiled steps read copies, and the recipe has compile='none'"
+        if self.parts.accumulate > 1:
+            return f"the gradients of {self.parts.accumulate} micro-batches are summed in fp32"
+        return "only the one pass of the optimizer writes copies" if self.one_pass is None else None
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        return norm_in_fp32(gradients) if len(self.copies) else get_total_norm(gradients, foreach=True)
 
     def _callables(self) -> tuple[Any, Loss]:
         if self._compiled is None:
@@ -267,7 +336,7 @@ class StepProgram:
 
     def _check_gradients_(self) -> None:
         """Refuse parameters without a gradient; give gradients the strides that fused kernels compare."""
-        lacking = [p for p in self.parameters() if p.requires_grad and p.grad is None]
+        lacking = [p for p in self.parameters() if p.requires_grad and self.copies.gradient(p) is None]
         if lacking:
             names = {id(p): name for name, p in self.parts.model.named_parameters()}
             known = ", ".join(names.get(id(p), "one that is not the model's") for p in lacking[:3])
@@ -275,7 +344,8 @@ class StepProgram:
                 f"compile_step: {len(lacking)} parameters of the optimizer get no gradient from the loss ({known}): "
                 f"freeze them with requires_grad_(False), or make the optimizer from the model's present parameters"
             )
-        for p in self.parameters():
+        leaves = [leaf for p in self.parameters() for leaf in (p, self.copies.of(p)) if leaf is not None]
+        for p in leaves:
             if p.grad is not None and p.grad.stride() != p.stride() and _differs_in_ones(p.grad, p):
                 p.grad = p.grad.as_strided(p.shape, p.stride())
 

@@ -13,7 +13,7 @@ from ridgeline.train_rewrites import BY_NAME
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 COMPILED = ("loss", "model", "none")
 MODES = ("default", "max-autotune-no-cudagraphs")
-KERNELS = ("auto", "always", "never")
+CHOICES = ("auto", "always", "never")
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class StepRecipe:
     rewrites          of the compiled graph, by name (train_rewrites.PIPELINE); they take channels-last maps
     optimizer_kernel  clip, AdamW and average in one pass (kernels/adamw_ema): "auto" where a GPU has fp32 weights in
                       torch.optim.AdamW, "always" or NotEngaged, "never"
+    weight_copies     that pass keeps bf16 copies of weights, so that a compiled bf16 step casts none and leaves their
+                      gradients bf16: "auto" where it can, "always" or NotEngaged, "never"
     generators        that the loss draws from, besides the default ones; on the model's device
     """
 
@@ -44,11 +46,13 @@ class StepRecipe:
     scale: ScaleRule = field(default_factory=ScaleRule)
     rewrites: tuple[str, ...] = ()
     optimizer_kernel: str = "auto"
+    weight_copies: str = "never"
     generators: tuple[torch.Generator, ...] = ()
 
     def __post_init__(self) -> None:
-        choices = ("dtype", DTYPES), ("compile", COMPILED), ("compile_mode", MODES), ("optimizer_kernel", KERNELS)
-        for name, known in choices:
+        choices = {"dtype": DTYPES, "compile": COMPILED, "compile_mode": MODES}
+        choices |= {"optimizer_kernel": CHOICES, "weight_copies": CHOICES}
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise UsageError(f"recipe: {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
         for name in self.rewrites:
@@ -62,7 +66,7 @@ class StepRecipe:
 
 # "writeup-5" is what PyTorch's own kernels reach in one graph; the others add ridgeline's
 NAMED = {
-    "bf16": StepRecipe(channels_last=True, rewrites=tuple(BY_NAME)),
+    "bf16": StepRecipe(channels_last=True, rewrites=tuple(BY_NAME), weight_copies="auto"),
     "fp16": StepRecipe(dtype="fp16", channels_last=True, rewrites=tuple(BY_NAME)),
     "fp32": StepRecipe(dtype="fp32", channels_last=True, rewrites=tuple(BY_NAME)),
     "writeup-5": StepRecipe(channels_last=True, optimizer_kernel="never"),

@@ -11,33 +11,49 @@ import torch
 from torch import fx
 
 from ridgeline.train_rewrites import BY_NAME
+from ridgeline.weight_copies import WeightCopies, given_narrow, narrow_weights
 
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
-def inductor(mode: str) -> Compiler:
-    """Inductor, as torch.compile's `mode` sets it up."""
+def inductor(mode: str, watch: Callable[[fx.GraphModule], None] | None = None) -> Compiler:
+    """Inductor, as torch.compile's `mode` sets it up; `watch` sees each aten graph that it is given, before."""
 
     def compiler(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         # seconds to import, which steps that are not compiled need not wait for
-        from torch._inductor.compile_fx import compile_fx
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        def compile_watched(aten_module: fx.GraphModule, given: Sequence[Any], **options: Any) -> Any:
+            if watch is not None:
+                watch(aten_module)
+            return compile_fx_inner(aten_module, given, **options)
 
         patches = {} if mode == "default" else torch._inductor.list_mode_options(mode)
-        return compile_fx(graph_module, inputs, config_patches=patches)  # pyright: ignore[reportReturnType]
+        return compile_fx(  # pyright: ignore[reportReturnType]
+            graph_module, inputs, inner_compile=compile_watched, config_patches=patches
+        )
 
     return compiler
 
 
-@dataclass
+@dataclass(eq=False)  # dynamo gives the graphs of one backend to another that equals it
 class TrainBackend:
-    """A backend for torch.compile: applies `rewrites`, in the order of the pipeline, then hands on to `compiler`."""
+    """A backend for torch.compile: applies `rewrites`, in the order of the pipeline, then hands on to `compiler`.
+
+    Weights that `copies` may copy become bf16 inputs of the graph, where the graph would only cast them.
+    """
 
     rewrites: Sequence[str]
     compiler: Compiler
+    copies: WeightCopies = field(default_factory=WeightCopies)
     sites: Counter[str] = field(default_factory=Counter)  # changed so far, in all graphs, by rewrite
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         for name, rewrite in BY_NAME.items():
             if name in self.rewrites:
                 self.sites[name] += rewrite.apply(graph_module)
-        return self.compiler(graph_module, example_inputs)
+        # last, since rewrites may bring calls that cast
+        narrow = narrow_weights(graph_module, example_inputs, self.copies)
+        inputs = [narrow.get(position, given) for position, given in enumerate(example_inputs)]
+        compiled = self.compiler(graph_module, inputs)
+        return given_narrow(compiled, narrow, self.copies) if narrow else compiled

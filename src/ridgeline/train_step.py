@@ -79,11 +79,13 @@ class StepReport:
     findings: tuple[Finding, ...]  # lines of the step that stand in the way
     optimizer: str  # whose kernels step the optimizer, and why if not the project's own
     rewrites: dict[str, int]  # sites changed in the compiled graphs, by rewrite; empty until one is compiled
+    layout: str  # layout copies in the compiled graphs, in words; empty until one is compiled
 
     def lines(self) -> list[str]:
         engaged = f"{self.replays} steps replayed from {self.graphs} graphs, {self.eager_steps} run eagerly"
         rewritten = [f"{name} at {sites} sites" for name, sites in self.rewrites.items() if sites]
-        return [engaged, *filter(None, [self.reason]), *map(str, self.findings), self.optimizer, *rewritten]
+        layout = filter(None, [self.layout])
+        return [engaged, *filter(None, [self.reason]), *map(str, self.findings), self.optimizer, *rewritten, *layout]
 
 
 class TrainStep:
@@ -111,17 +113,19 @@ class TrainStep:
             self._disengage(obstacle)
         else:
             self._add_graph(self._key(leaves, structure), leaves, structure)
+        program.check_copies()
 
     def __call__(self, batch: Any) -> Tensor:
         """One training step."""
         leaves, structure = flatten(batch)
         key = self._key(leaves, structure)
-        self._program.refresh()
         graph = self._graph(key, leaves, structure)
+        self._program.refresh()
         if graph is not None:
             for buffer, leaf in zip(graph.inputs, leaves, strict=True):
                 buffer.copy_(leaf, non_blocking=True)
             loss, norm = graph.replay()
+            self._program.note_replay()
             self._replays += 1
             self._eager_run = 0
         else:
@@ -153,6 +157,7 @@ class TrainStep:
             findings=self._findings,
             optimizer=self._program.optimizer_in_words(),
             rewrites=dict(self._program.backend.sites),
+            layout=self._program.layouts.in_words(),
         )
 
     @property
@@ -252,6 +257,8 @@ class TrainStep:
                     if not _is_compile_error(error):
                         raise
                     self._compiled = False
+                    if not self._graphs:
+                        program.drop_copies_("torch.compile refused the step")
                     first_line = str(error).strip().partition("\n")[0]
                     self._explain(f"torch.compile refused the step, which is captured without it ({first_line})")
                     snapshot.restore_()
@@ -296,6 +303,8 @@ class TrainStep:
         self._capture = None
         if reason is None:
             reason = f"the model is on the {self._program.device.type}, and only a GPU has CUDA graphs"
+        if not self._graphs:
+            self._program.drop_copies_("steps are not compiled")
         which = "steps without a graph run" if self._graphs else "every step runs"
         self._explain(f"{which} eagerly: {reason}", quiet=quiet)
 

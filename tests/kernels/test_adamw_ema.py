@@ -204,6 +204,24 @@ def test_scaled_and_bf16_gradients_give_the_same_step(norm: float):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
 
 
+def test_gradients_of_both_dtypes_and_copies_of_some_give_the_same_step():
+    gradients = [g.bfloat16().float() for g in randoms(1)]
+    some = [gradients[0], gradients[1].bfloat16(), gradients[2].bfloat16()]
+    results = []
+    for given, copied in ((gradients, (0, 1, 2)), (some, (1, 2)), (some, ())):
+        one = group(randoms(0), step=3.0)
+        parts = [copy if i in copied else None for i, copy in enumerate(one.copies)]
+        plan = build([replace(one, copies=tuple(parts))], averaging=averaging(), max_norm=0.5)
+        located = locate(plan, given)
+        assert located.dtypes == ("fp32" if given is gradients else "mixed")
+        step_(plan, located, norm=scalar(2.0))
+        results.append(everything(plan))
+        for i, (copy, before) in enumerate(zip(one.copies, randoms(0), strict=True)):
+            assert_copied(copy, one.parameters[i] if i in copied else before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
 def test_a_norm_that_is_not_a_number_spoils_the_step_as_in_torch():
     (parameter,) = randoms(0, ((8,),))
     plan = build([group([parameter], optional=False)], max_norm=1.0)
@@ -343,22 +361,25 @@ def test_refusals_of_gradients_and_scalars():
 def test_machine_code():
     """16-byte accesses only where all is there and even, nothing spilled, nothing through shared memory."""
     cases = []
-    for arch, config in (
-        ("sm_89", CONFIGS[0]),
-        ("sm_90", CONFIGS[0]),
-        ("sm_90", Config(2048, 4)),
-        ("sm_120", CONFIGS[0]),
+    for arch, config, narrow in (
+        ("sm_89", CONFIGS[0], 1),
+        ("sm_90", CONFIGS[0], 1),
+        ("sm_90", Config(2048, 4), 0),
+        ("sm_120", CONFIGS[0], 3),
     ):
         plan = build([group(randoms(0))], averaging=averaging(), max_norm=1.0, config=config)
-        both = launches(plan, locate(plan, randoms(1)), norm=scalar(1.0))
-        cases += [(config, launch.source(arch)) for launch in (both if not cases else both[1:])]
-    for (config, source), binary in zip(cases, compile_many([source for _, source in cases]), strict=True):
+        # the first `narrow` of three gradients are bf16
+        gradients = [g.bfloat16() if i < narrow else g for i, g in enumerate(randoms(1))]
+        both = launches(plan, locate(plan, gradients), norm=scalar(1.0))
+        cases += [(config, narrow, launch.source(arch)) for launch in (both if not cases else both[1:])]
+    for (config, narrow, source), binary in zip(cases, compile_many([case[2] for case in cases]), strict=True):
         report = inspect(binary)
         assert not report.problems and report.shared_bytes == 0, (source.arch, config, report.problems)
         if source.kernel.__name__ == "update_kernel":
-            # of a thread: quads of elements, each five times loaded, four times stored, once as bf16
+            # of a thread: quads of elements, each five times loaded, four times stored, once as bf16; and 15 addresses
             quads = config.block // (32 * config.num_warps) // 4
-            assert report.instructions["LDG.E.128"] == 5 * quads
+            assert report.instructions["LDG.E.128"] == (4 if narrow == 3 else 5) * quads
+            assert report.instructions["LDG.E.64"] == 15 + (quads if narrow else 0)
             assert report.instructions["STG.E.128"] == 4 * quads
             assert report.instructions["STG.E.64"] == quads
             # half of the threads that an SM could hold, each with 160 bytes on their way

@@ -89,7 +89,7 @@ def scalars_kernel(
 @triton.jit
 def update_kernel(
     chunks_ptr, gradients_ptr, scalars_ptr,
-    BF16_GRADIENTS: tl.constexpr, AVERAGE: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr,
+    GRADIENTS: tl.constexpr, AVERAGE: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one tensor."""
     row = chunks_ptr + tl.program_id(0) * _CHUNKS  # 2^28 programs fit int32: more elements than any GPU holds
@@ -98,36 +98,31 @@ def update_kernel(
     # Only where eight neighbours share one mask are accesses 16 bytes wide; the end of an odd tensor goes without.
     if count % 8 == 0:
         _update_chunk(row, gradients_ptr + tensor, scalars_ptr + tensor * _SCALARS, count,
-                      8, BF16_GRADIENTS, AVERAGE, COPY, BLOCK)  # fmt: skip
+                      8, GRADIENTS, AVERAGE, COPY, BLOCK)  # fmt: skip
     else:
         _update_chunk(row, gradients_ptr + tensor, scalars_ptr + tensor * _SCALARS, count,
-                      1, BF16_GRADIENTS, AVERAGE, COPY, BLOCK)  # fmt: skip
+                      1, GRADIENTS, AVERAGE, COPY, BLOCK)  # fmt: skip
 
 
 @triton.jit
 def _update_chunk(
     row, gradient_ptr, scalars, count,
-    UNIT: tl.constexpr, BF16_GRADIENTS: tl.constexpr, AVERAGE: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr, GRADIENTS: tl.constexpr, AVERAGE: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.arange(0, BLOCK)
     inside = i // UNIT < count // UNIT
     # The host refuses addresses that 16 does not divide, and chunks start at multiples of BLOCK. Of bf16 only 8 is
     # said: four elements a thread as in fp32, where eight would send all through shared memory between two layouts.
-    gradient_address = tl.load(gradient_ptr)
-    first = tl.load(row + 6)
-    if BF16_GRADIENTS:
-        gradient_start = tl.multiple_of((gradient_address + 2 * first).to(tl.pointer_type(tl.bfloat16)), 8)
-    else:
-        gradient_start = tl.multiple_of((gradient_address + 4 * first).to(tl.pointer_type(tl.float32)), 16)
     parameter_ptr = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.float32)), 16) + i
     exp_avg_ptr = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.float32)), 16) + i
     exp_avg_sq_ptr = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.float32)), 16) + i
     average_ptr = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(tl.float32)), 16) + i
-    copy_ptr = tl.multiple_of(tl.load(row + 4).to(tl.pointer_type(tl.bfloat16)), 8) + i
+    copy_address = tl.load(row + 4)
+    copy_ptr = tl.multiple_of(copy_address.to(tl.pointer_type(tl.bfloat16)), 8) + i
     old_parameter = tl.load(parameter_ptr, mask=inside, other=0.0)
     old_exp_avg = tl.load(exp_avg_ptr, mask=inside, other=0.0)
     old_exp_avg_sq = tl.load(exp_avg_sq_ptr, mask=inside, other=0.0)
-    gradient = tl.load(gradient_start + i, mask=inside, other=0.0).to(tl.float32)
+    gradient = _load_gradient(tl.load(gradient_ptr), tl.load(row + 6), i, inside, GRADIENTS)
     if AVERAGE:
         average = tl.load(average_ptr, mask=inside, other=0.0)
 
@@ -148,7 +143,25 @@ def _update_chunk(
     if AVERAGE:
         tl.store(average_ptr, average + tl.load(scalars + 9) * (parameter - average), mask=inside)
     if COPY:
-        tl.store(copy_ptr, parameter.to(tl.bfloat16), mask=inside)
+        # 0 is the address of no copy: some parameters have none
+        tl.store(copy_ptr, parameter.to(tl.bfloat16), mask=inside & (copy_address != 0))
+
+
+@triton.jit
+def _load_gradient(tagged, first, i, inside, GRADIENTS: tl.constexpr):
+    """In fp32. Where tensors of both dtypes are among them, bit 0 of an address says bf16; 16 divides the rest."""
+    narrow = (tagged & 1) != 0
+    wide_ptr = tl.multiple_of((tagged + 4 * first).to(tl.pointer_type(tl.float32)), 16) + i
+    narrow_ptr = tl.multiple_of((tagged - 1 + 2 * first).to(tl.pointer_type(tl.bfloat16)), 8) + i
+    if GRADIENTS == "fp32":
+        gradient = tl.load(wide_ptr, mask=inside, other=0.0)
+    elif GRADIENTS == "bf16":
+        gradient = tl.load(narrow_ptr, mask=inside, other=0.0).to(tl.float32)
+    else:
+        # both without a branch, one of them masked off: no byte is read for it
+        wide = tl.load(wide_ptr, mask=inside & (narrow == 0), other=0.0)
+        gradient = tl.where(narrow, tl.load(narrow_ptr, mask=inside & narrow, other=0.0).to(tl.float32), wide)
+    return gradient
 
 
 @triton.jit

@@ -9,8 +9,8 @@
 what torch.nn.utils.clip_grads_with_norm_, torch.optim.AdamW and ridgeline.ema.Ema do one after another.
 
 parameters, exp_avgs, exp_avg_sqs, averages   fp32, any shape, dense; all of one parameter with its strides
-copies                                        bf16, likewise
-gradients                                     fp32 or bf16, all alike, likewise; left as they are
+copies                                        bf16, likewise; None for a parameter without one
+gradients                                     fp32 or bf16, each as it is, likewise; left as they are
 lr, weight_decay, steps, norm, ...            fp32 scalars on the device, read anew at every step
 
 A step that `found_inf` (1) skips leaves m, v, p and the count alone; averages and copies are written nevertheless, as
@@ -60,7 +60,7 @@ class Group:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     averages: tuple[Tensor, ...] = ()
-    copies: tuple[Tensor, ...] = ()
+    copies: tuple[Tensor | None, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +110,13 @@ class Gradients:
     """Where the gradients of a plan's parameters lie; valid while they lie there, in a graph for all its replays."""
 
     tensors: tuple[Tensor, ...]
-    addresses: Tensor  # [tensors] int64
+    addresses: Tensor  # [tensors] int64, bit 0 set where the gradient is bf16
+
+    @property
+    def dtypes(self) -> str:
+        """Which there are: "fp32", "bf16" or "mixed"."""
+        narrow = [tensor.dtype == torch.bfloat16 for tensor in self.tensors]
+        return "bf16" if all(narrow) else "mixed" if any(narrow) else "fp32"
 
 
 def build(
@@ -151,13 +157,13 @@ def locate(plan: Plan, gradients: Sequence[Tensor]) -> Gradients:
     gradients, parameters = tuple(gradients), plan.parameters
     if len(gradients) != len(parameters):
         _refuse(f"{len(parameters)} parameters need as many gradients, got {len(gradients)}")
-    if gradients[0].dtype not in (torch.float32, torch.bfloat16):
-        _refuse(f"gradients must be float32 or bfloat16, got {gradients[0].dtype}", TypeError)
     for gradient, parameter in zip(gradients, parameters, strict=True):
-        _check_like("a gradient", gradient, parameter, gradients[0].dtype)
+        if gradient.dtype not in (torch.float32, torch.bfloat16):
+            _refuse(f"gradients must be float32 or bfloat16, got {gradient.dtype}", TypeError)
+        _check_like("a gradient", gradient, parameter, gradient.dtype)
     addresses = torch.zeros(len(gradients), dtype=torch.int64, device=plan.chunks.device)
     torch._foreach_add_(  # pyright: ignore[reportPrivateImportUsage]
-        list(addresses.unbind()), [gradient.data_ptr() for gradient in gradients]
+        list(addresses.unbind()), [g.data_ptr() | (g.dtype == torch.bfloat16) for g in gradients]
     )
     return Gradients(gradients, addresses)
 
@@ -180,7 +186,7 @@ def step_(
     for launch in launches(plan, gradients, norm=norm, found_inf=found_inf, inverse_scale=inverse_scale):
         launch.run()
     # as PyTorch's own in-place operators do, for autograd and for those who watch weights
-    increment_version([t for group in plan.groups for t in (*_kept(group), *group.copies, *group.steps)])
+    increment_version([t for group in plan.groups for t in (*_kept(group), *_copies(group), *group.steps)])
 
 
 def launches(
@@ -232,9 +238,9 @@ def launches(
             "scalars_ptr": plan.scalars,
         },
         constants={
-            "BF16_GRADIENTS": gradients.tensors[0].dtype == torch.bfloat16,
+            "GRADIENTS": gradients.dtypes,
             "AVERAGE": averaging is not None,
-            "COPY": bool(plan.groups[0].copies),
+            "COPY": any(_copies(group) for group in plan.groups),
             "BLOCK": plan.config.block,
         },
         num_warps=plan.config.num_warps,
@@ -247,7 +253,7 @@ def launches(
 def cost(plan: Plan, gradients: Gradients) -> Cost:
     """Each element of each tensor once; the tables add less than 1 %."""
     kept = sum(tensor.nbytes for group in plan.groups for tensor in _kept(group))
-    copies = sum(copy.nbytes for group in plan.groups for copy in group.copies)
+    copies = sum(copy.nbytes for group in plan.groups for copy in _copies(group))
     flops = _FLOPS * sum(parameter.numel() for parameter in plan.parameters)
     return Cost(flops, kept + sum(gradient.nbytes for gradient in gradients.tensors), kept + copies)
 
@@ -256,6 +262,10 @@ def _kept(group: Group) -> Iterator[Tensor]:
     """What a step reads and writes."""
     for tensors in (group.parameters, group.exp_avgs, group.exp_avg_sqs, group.averages):
         yield from tensors
+
+
+def _copies(group: Group) -> list[Tensor]:
+    return [copy for copy in group.copies if copy is not None]
 
 
 def _settings(group: Group, max_norm: float | None) -> Iterator[list[int]]:
@@ -316,12 +326,14 @@ def _check_groups(groups: tuple[Group, ...], averaging: Averaging | None) -> Non
         for name in ("parameters", "exp_avgs", "exp_avg_sqs", "averages", "copies"):
             dtype = torch.bfloat16 if name == "copies" else torch.float32
             for tensor, parameter in zip(getattr(group, name), group.parameters, strict=False):
+                if tensor is None:  # no copy
+                    continue
                 if tensor.device != device:
                     _refuse(
                         f"all tensors must be on {device}, where the first lr is, got one of {name} on {tensor.device}"
                     )
                 _check_like(f"one of {name}", tensor, parameter, dtype)
-    written = [t.data_ptr() for group in groups for t in (*_kept(group), *group.copies, *group.steps) if t.numel()]
+    written = [t.data_ptr() for group in groups for t in (*_kept(group), *_copies(group), *group.steps) if t.numel()]
     if len(set(written)) != len(written):
         _refuse("two of the tensors written are one: list a tied parameter once, and give each its own state and step")
 
