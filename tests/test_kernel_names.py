@@ -44,7 +44,7 @@ def test_every_kernel_of_the_project_is_known_with_its_operator() -> None:
         line.split("def ")[1].split("(")[0]
         for text in texts.values()
         for jit, line in zip(text.split("\n"), text.split("\n")[1:], strict=False)
-        if jit == "@triton.jit" and "_kernel(" in line
+        if jit in ("@triton.jit", "@gluon.jit") and "_kernel(" in line
     }
     assert len(launched) > 15
     assert {name for name in launched if not own_operator(name, ours=True)} == set()

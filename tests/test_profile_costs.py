@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from ridgeline import kernels
 from ridgeline.call_work import Work, shapes_of
 from ridgeline.cost import CostMode
-from ridgeline.kernels import group_norm_silu_backward
+from ridgeline.kernels import attention_packed, attention_packed_backward, group_norm_silu_backward
 from ridgeline.profile_costs import works_of
 from ridgeline.trace import Call
 
@@ -200,6 +200,15 @@ def test_depthwise_weight_gradients_are_divided_by_groups_once() -> None:
     assert dgrad.shapes == "dgrad 2x64x56x56 * 64x1x3x3 s1 p1 g64"
 
 
+OPERATORS = (
+    *kernels.ALL,
+    *kernels.PASSES,
+    group_norm_silu_backward.OP,
+    attention_packed.OP,
+    attention_packed_backward.OP,
+)
+
+
 def is_told(arguments: dict) -> bool:
     """A trace leaves out texts and lists with gaps: silu, biases everywhere, and maps other than x are assumed."""
     x, extras = arguments.get("x"), arguments.get("extras", ())
@@ -207,7 +216,7 @@ def is_told(arguments: dict) -> bool:
     return whole and ("gamma" not in arguments or arguments.get("act", "silu") == "silu")
 
 
-@pytest.mark.parametrize("op", [*kernels.ALL, group_norm_silu_backward.OP], ids=lambda op: op.name)
+@pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.name)
 def test_the_operators_of_the_project(op: kernels.Op, tmp_path: Path) -> None:
     samples = [sample.arguments(torch.float16, "meta") for sample in op.samples]  # which run nothing
     told = [arguments for arguments in samples if is_told(arguments)]

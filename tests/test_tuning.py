@@ -21,7 +21,7 @@ from ridgeline.compiler import lower
 from ridgeline.cost import Cost
 from ridgeline.errors import EnvironmentUnusable
 from ridgeline.kernels import conv2d_act, conv_chain, detect_topk
-from ridgeline.kernels._op import LastLaunch, Launch, nearest_first
+from ridgeline.kernels._op import RIVAL, LastLaunch, Launch, nearest_first
 from ridgeline.precompile import precompile
 from ridgeline.recipe import Recipe
 from ridgeline.timing import Timing
@@ -68,7 +68,7 @@ def plan(*, x: Tensor, config: Config | None = None, target: object = None, out:
     )
 
 
-def toy(*proposed: Config, name: str = "toy") -> Any:
+def toy(*proposed: Config, name: str = "toy", rival: Any = None) -> Any:
     """y = 2 x, with `proposed` after its default."""
     return SimpleNamespace(
         name=name,
@@ -79,6 +79,7 @@ def toy(*proposed: Config, name: str = "toy") -> Any:
         launcher=SimpleNamespace(
             plan=plan,
             candidates=lambda target=None, **_: (Config(16), *proposed),
+            rival=rival,
         ),
         key=lambda x, out=None: f"{x.numel()}",
     )
@@ -134,6 +135,21 @@ def problem(n: int = 40, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
 
 def looked_up(row: tuned.Row) -> dict[str, Any] | None:
     return tuned.lookup(row.op, row.device, row.dtype, row.key, source_hash=row.source_hash)
+
+
+def test_pytorchs_kernel_is_timed_beside_the_candidates():
+    called = []
+
+    def rival(x):
+        return lambda: called.append(x.numel()) or x * 2
+
+    lab = Lab({"16 none": 4.0, "32 none": 2.0, RIVAL: 1.0}, run=True)
+    (row,) = tune(toy(Config(32), rival=rival), [problem()], backend=lab.backend)
+    # in the finals alone, and never the winner
+    assert [RIVAL in tags for tags in lab.measured] == [False, True]
+    assert called == [40] * 20
+    assert (row.config["block"], row.seconds, row.runner_up_seconds) == (32, 2.0, 4.0)
+    assert row.tried[RIVAL] == 1.0
 
 
 def test_the_fastest_is_remembered():

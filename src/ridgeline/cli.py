@@ -118,16 +118,20 @@ def sass(a: argparse.Namespace) -> int:
 
 
 def tune(a: argparse.Namespace) -> int:
-    target = ridgeline.targets.resolve(a.model, batch=a.batch)
-    recipe = ridgeline.recipe.Recipe(dtype=a.dtype, precision=a.precision, pdl=not a.no_pdl)
-    rows = ridgeline.compiler.tune(
-        *ridgeline.compiler.on_gpu(target.module, target.inputs),
-        recipe,
-        width=None if a.exhaustive else ridgeline.tuning.WIDTH,
-        budget_s=a.budget,
-        force=a.force,
-        progress=lambda done, total, row: print(f"{row.op} {done}/{total}: {row.key}", file=sys.stderr, flush=True),
-    )
+    choices = {
+        "width": None if a.exhaustive else ridgeline.tuning.WIDTH,
+        "budget_s": a.budget,
+        "force": a.force,
+        "progress": lambda done, total, row: print(f"{row.op} {done}/{total}: {row.key}", file=sys.stderr, flush=True),
+    }
+    if a.model == "ddpm":
+        if a.no_pdl or a.precision != "tf32":
+            raise UsageError("tune: --no-pdl and --precision are for inference, and ddpm is a training step")
+        rows = cli_bench.tune_ddpm(a.batch or 128, a.dtype or "bf16", **choices)
+    else:
+        target = ridgeline.targets.resolve(a.model, batch=a.batch)
+        recipe = ridgeline.recipe.Recipe(dtype=a.dtype or "fp16", precision=a.precision, pdl=not a.no_pdl)
+        rows = ridgeline.compiler.tune(*ridgeline.compiler.on_gpu(target.module, target.inputs), recipe, **choices)
     for row in rows:
         print(json.dumps({"op": row.op, "key": row.key, "config": dict(row.config), "seconds": row.seconds}))
     return 0
@@ -248,12 +252,12 @@ def _add_verify(verbs: argparse._SubParsersAction) -> None:
 
 def _add_tune(verbs: argparse._SubParsersAction) -> None:
     p = _verb(verbs, "tune", tune, "search kernel configs for a model on this GPU, once, into the user's tables")
-    p.add_argument("model", metavar="MODEL", help="yolo26n|s|m|l|x, package.module:callable or file.py:callable")
-    p.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), default="fp16", help="default %(default)s")
+    p.add_argument("model", metavar="MODEL", help="yolo26n|s|m|l|x, ddpm, package.module:callable or file.py:callable")
+    p.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), help="default fp16, for ddpm's training step bf16")
     p.add_argument(
         "--precision", choices=("tf32", "ieee"), default="tf32", help="of fp32 products (default %(default)s)"
     )
-    p.add_argument("--batch", type=int, help="images a call; default 1")
+    p.add_argument("--batch", type=int, help="images a call; default 1, for ddpm 128")
     _add_no_pdl(p)
     p.add_argument("--budget", type=float, metavar="SECONDS", help="begin no further problem after this long")
     p.add_argument("--exhaustive", action="store_true", help="time every candidate, not the likeliest 12")

@@ -47,6 +47,12 @@ def bench_ddpm(a: argparse.Namespace) -> int:
     return missing[0].exit_code if missing else 0
 
 
+def tune_ddpm(batch: int, dtype: str, **choices: Any) -> tuple[Any, ...]:
+    """Tuned rows of the DDPM training step, for the verb `tune`; see `ddpm_ladder.tune`."""
+    ladder = _module("workloads.ddpm_ladder")
+    return ladder.tune(ladder.Conditions(batch=batch), dtype, **choices)
+
+
 def _add_ddpm(workloads: argparse._SubParsersAction) -> None:
     text = "the training step of the CIFAR-10 diffusion network: wall and GPU-busy time, and why they changed"
     p = workloads.add_parser("ddpm", help=text, description=_sentence(text))

@@ -46,7 +46,17 @@ _OWN = {
     "depthwise_conv2d_act_kernel": ("conv", "depthwise_conv2d_act"),
     "letterbox_conv_act_kernel": ("conv", "letterbox_conv_act"),
     "upsample_concat_conv_act_kernel": ("conv", "upsample_concat_conv_act"),
+    # of conv2d_dgrad and conv2d_fp8 too
+    "conv2d_gluon_kernel": ("conv", "conv2d_fprop"),
+    "conv2d_wgrad_gluon_kernel": ("conv", "conv2d_wgrad"),
+    "wgrad_parts_kernel": ("conv", "conv2d_wgrad"),
+    "attention_packed_kernel": ("attention", "attention_packed"),
+    "attention_packed_backward_kernel": ("attention", "attention_packed_backward"),
     "attention_position_kernel": ("attention", "attention_position"),
+    "quantize_fp8_kernel": ("pointwise", "quantize_fp8"),
+    "amax_fp8_kernel": ("reduction", "quantize_fp8"),
+    "update_scales_kernel": ("pointwise", "scale_fp8"),
+    "refresh_scale_kernel": ("pointwise", "scale_fp8"),
     "max_pool_chain_kernel": ("pool", "max_pool_chain"),
     "anchor_maxima_kernel": ("sort", "detect_topk"),
 }

@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import prod
 
 from ridgeline.call_arguments import Arguments, by
-from ridgeline.call_work import Conv, Formula, Work, forward, shapes_of
+from ridgeline.call_work import Conv, Formula, Work, forward, shapes_of, spread
 from ridgeline.profile_flops import NORM_FLOPS
 from ridgeline.trace import Dims
 
@@ -25,6 +25,24 @@ def _conv_act(a: Arguments) -> Work:
     x, weight = a.dims(0), a.dims(1)
     conv = Conv(x, weight, a.numbers(4), a.numbers(5), (1,), groups=x[1] // weight[1])
     return forward(a, conv, 0, 1, 2, 3)
+
+
+def _conv2d_fprop(a: Arguments) -> Work:
+    return forward(a, Conv(a.dims(0), a.dims(1), (1,), a.numbers(3), (1,)), 0, 1)
+
+
+def _conv2d_dgrad(a: Arguments) -> Work:
+    """The map whose gradient this is has as many pixels as a filter adds and padding takes away."""
+    (n, _, *out), weight, padding = a.dims(0), a.dims(1), spread(a.numbers(2), 2)
+    image = [size + taps - 1 - 2 * p for size, taps, p in zip(out, weight[2:], padding, strict=True)]
+    conv = Conv((n, weight[1], *image), weight, (1,), padding, (1,))
+    return Work(conv.flops, a.bytes(0, 1) + prod(conv.x) * a.item(0), f"dgrad {conv}", "dgrad")
+
+
+def _conv2d_wgrad(a: Arguments) -> Work:
+    dy, x, filter_size = a.dims(0), a.dims(1), spread(a.numbers(2), 2)
+    conv = Conv(x, (dy[1], x[1], *filter_size), (1,), a.numbers(3), (1,))
+    return Work(conv.flops, a.bytes(0, 1) + prod(conv.weight) * a.item(0), f"wgrad {conv}", "wgrad")
 
 
 def _conv_chain(a: Arguments) -> Work:
@@ -99,6 +117,23 @@ def _detect_topk(a: Arguments) -> Work:
     return Work(sum(map(prod, logits)), a.all_bytes() + rows * _DETECTION_BYTES, shapes_of(a.call))
 
 
+def _attention_packed(a: Arguments) -> Work:
+    """Two matrix products; the softmax rides on them."""
+    n, tokens, width = a.dims(0)
+    (heads,) = a.numbers(1)
+    out = n * tokens * width // 3
+    moved_bytes = a.bytes(0) + out * a.item(0) + 4 * n * heads * tokens
+    return Work(4 * tokens * out, moved_bytes, f"qkv {by(a.dims(0))}, {heads} heads")
+
+
+def _attention_packed_backward(a: Arguments) -> Work:
+    """Five matrix products."""
+    n, tokens, width = a.dims(1)
+    (heads,) = a.numbers(4)
+    flops = 10 * tokens * (n * tokens * width // 3)
+    return Work(flops, a.bytes(0, 1, 2, 3) + a.bytes(1), f"qkv {by(a.dims(1))}, {heads} heads")
+
+
 def _group_norm_silu(a: Arguments) -> Work:
     # scale and shift are folded into gamma and beta
     flops = NORM_FLOPS["training"] + _SILU_FLOPS + _dropout(a, 10)
@@ -126,6 +161,9 @@ def _dropout(a: Arguments, place: int) -> int:
 
 _FORMULAS: dict[str, Formula] = {
     "conv2d_act": _conv_act,
+    "conv2d_fprop": _conv2d_fprop,
+    "conv2d_dgrad": _conv2d_dgrad,
+    "conv2d_wgrad": _conv2d_wgrad,
     "depthwise_conv2d_act": _conv_act,
     "conv_chain": _conv_chain,
     "conv_pair_chain": _conv_pair_chain,
@@ -134,6 +172,8 @@ _FORMULAS: dict[str, Formula] = {
     "max_pool_chain": _max_pool_chain,
     "attention_position": _attention_position,
     "detect_topk": _detect_topk,
+    "attention_packed": _attention_packed,
+    "attention_packed_backward": _attention_packed_backward,
     "group_norm_silu": _group_norm_silu,
     "group_norm_silu_backward": _group_norm_silu_backward,
 }

@@ -28,6 +28,8 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.errors import TritonError
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ridgeline.errors import EnvironmentUnusable
@@ -37,7 +39,7 @@ TIMEOUT_S = 180.0
 
 def request(
     kernel: Any,
-    arguments: Mapping[str, Tensor | TensorDescriptor | int | None],
+    arguments: Mapping[str, Tensor | TensorDescriptor | GluonDescriptor | int | None],
     constants: Mapping[str, int | float | bool | str | None],
     options: Mapping[str, Any],
     *,
@@ -143,10 +145,11 @@ class _Compiler:
         return f"{how}, {(telling or lines)[-1][:200]}"
 
 
-def _plain(value: Tensor | TensorDescriptor | int | None) -> Any:
-    if isinstance(value, TensorDescriptor):
+def _plain(value: Tensor | TensorDescriptor | GluonDescriptor | int | None) -> Any:
+    if isinstance(value, TensorDescriptor | GluonDescriptor):
         lists = {name: list(getattr(value, name)) for name in ("shape", "strides", "block_shape")}
-        return {"base": _plain(value.base), **lists}
+        layout = {"layout": repr(value.layout)} if isinstance(value, GluonDescriptor) else {}
+        return {"base": _plain(value.base), **lists, **layout}
     if isinstance(value, Tensor):
         return {"dtype": str(value.dtype).removeprefix("torch."), "offset": value.data_ptr() % 16}
     return value
@@ -213,6 +216,9 @@ def _stand_in(value: Any) -> Any:
     """What takes the place of an argument: its number, or something like its tensor or tensor map."""
     if not isinstance(value, dict):
         return value
+    if "layout" in value:
+        layout = eval(value["layout"], {"NVMMASharedLayout": NVMMASharedLayout})
+        return GluonDescriptor(**{**value, "base": _stand_in(value["base"]), "layout": layout})
     if "base" in value:
         return TensorDescriptor(**{**value, "base": _stand_in(value["base"])})
     return _Pointer(getattr(torch, value["dtype"]), value["offset"])

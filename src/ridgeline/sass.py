@@ -29,6 +29,7 @@ from ridgeline.errors import EnvironmentUnusable, UsageError
 try:
     import triton
     import triton.backends.compiler
+    from triton.experimental.gluon._runtime import GluonASTSource
 except ImportError:  # the command line answers questions that need no kernel where Triton is not installed
     triton = None  # type: ignore[assignment]
 
@@ -221,8 +222,10 @@ def inspect(binary: Binary) -> SassReport:
 def _compile(source: KernelSource) -> Binary:
     assert triton is not None
     names = source.kernel.arg_names
+    gluon = source.kernel.is_gluon()
+    kind = GluonASTSource if gluon else triton.compiler.ASTSource  # pyright: ignore[reportPossiblyUnboundVariable]
     compiled = triton.compile(
-        triton.compiler.ASTSource(
+        kind(
             fn=source.kernel,
             signature={name: source.signature.get(name, "constexpr") for name in names},
             constexprs=dict(source.constants),

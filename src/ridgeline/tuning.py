@@ -26,12 +26,13 @@ import triton
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 from triton.errors import TritonError
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
 from ridgeline import tuned
 from ridgeline.cudagraph import capture
 from ridgeline.errors import EnvironmentUnusable
 from ridgeline.kernels import BY_OVERLOAD
-from ridgeline.kernels._op import Launch, Op, Target, computed_in, dtype_name, target_of
+from ridgeline.kernels._op import RIVAL, Launch, Op, Target, computed_in, dtype_name, target_of
 from ridgeline.numerics import TF32_EPS, compare, to_float64
 from ridgeline.precompile import precompile, request
 from ridgeline.timing import Timing, differs, gpu_state, time_many
@@ -224,15 +225,18 @@ def _tune_one(work: _Work, answers: Mapping[str, str | None], backend: Backend) 
     cost = op.cost(**_without_out(work.arguments))
     enough = _CHAIN_BYTES // max(1, cost.read_bytes + cost.write_bytes), _CHAIN_FLOPS // max(1, cost.flops)
     length = max(2, min(_CHAIN, *enough))
-    calls = {tag: _chain(launch, length) for tag, launch in launches.items()}
+    calls = {tag: _chain(launch.run, length, work.arguments) for tag, launch in launches.items()}
     timings = dict(backend.measure(calls, _SCREEN_REPEATS))
     best = sorted(timings, key=lambda tag: timings[tag].median_s)[:_FINALISTS]
     # the screening picked the luckiest of many, so the finals are timed anew
-    finals = backend.measure({tag: calls[tag] for tag in dict.fromkeys((first, *best))}, _FINAL_REPEATS)
+    rivals = _rival(work, length)
+    again = {tag: calls[tag] for tag in dict.fromkeys((first, *best))}
+    finals = dict(backend.measure({**again, **rivals}, _FINAL_REPEATS))
+    beside = {tag: finals.pop(tag) for tag in rivals}
     ranked = sorted(finals, key=lambda tag: finals[tag].median_s)
     winner = ranked[0] if differs(finals[ranked[0]], finals[first]) else first
     others = [finals[tag].median_s for tag in ranked if tag != winner]
-    tried = {tag: _rounded(timing.median_s / length) for tag, timing in {**timings, **finals}.items()}
+    tried = {tag: _rounded(timing.median_s / length) for tag, timing in {**timings, **finals, **beside}.items()}
     return Row(
         op=op.name,
         source_hash=op.source_hash,
@@ -258,6 +262,7 @@ def _correct(work: _Work, failed: dict[str, str]) -> dict[str, Launch]:
     bound = inspect.signature(op.reference).bind(**arguments)
     bound.apply_defaults()
     eps = TF32_EPS if eager.dtype == torch.float32 and bound.arguments.get("precision") == "tf32" else None
+    eps = op.eps(**arguments) if op.eps is not None else eps
     launches: dict[str, Launch] = {}
     output = before = None
     for config in work.configs:
@@ -298,12 +303,18 @@ def _check_alive(output: Tensor, op: Op, config: Any, cause: Exception) -> None:
             ) from cause
 
 
-def _chain(launch: Launch, length: int) -> Call:
-    def launches() -> None:
-        for _ in range(length):
-            launch.run()
+def _rival(work: _Work, length: int) -> dict[str, Call]:
+    """PyTorch's own kernel as a chain, where the op names it one."""
+    rival = work.op.launcher.rival
+    return {} if rival is None else {RIVAL: _chain(rival(**_without_out(work.arguments)), length, work.arguments)}
 
-    return capture(launches, (), warmup=1).replay if launch.output.is_cuda else launches
+
+def _chain(call: Call, length: int, arguments: Mapping[str, Any]) -> Call:
+    def calls() -> None:
+        for _ in range(length):
+            call()
+
+    return capture(calls, (), warmup=1).replay if computed_in(arguments).is_cuda else calls
 
 
 def _measure(calls: Mapping[str, Call], repeats: int) -> Mapping[str, Timing]:
@@ -317,7 +328,15 @@ def _device_name(x: Tensor) -> str:
 
 
 def _writing(launch: Launch, output: Tensor) -> Launch:
-    arguments = {name: output if value is launch.output else value for name, value in launch.arguments.items()}
+    arguments = {
+        name: output
+        if value is launch.output
+        # a tensor map holds its tensor
+        else replace(value, base=output)
+        if isinstance(value, GluonDescriptor) and value.base is launch.output
+        else value
+        for name, value in launch.arguments.items()
+    }
     return replace(launch, arguments=arguments, output=output)
 
 

@@ -4,6 +4,10 @@ from ridgeline.errors import UsageError
 from ridgeline.kernels import (
     attention_position,
     conv2d_act,
+    conv2d_dgrad,
+    conv2d_fp8,
+    conv2d_fprop,
+    conv2d_wgrad,
     conv_chain,
     conv_pair_chain,
     depthwise_conv2d_act,
@@ -28,6 +32,10 @@ ALL = (
     detect_topk.OP,
     group_norm_silu.OP,
 )
+
+# passes of a convolution in training, for sm_90 alone; in no exported graph
+PASSES = (conv2d_fprop.OP, conv2d_dgrad.OP, conv2d_wgrad.OP)
+FP8 = (conv2d_fp8.OP,)
 
 # the op behind a graph node's target, whether it returns its result or writes it
 BY_OVERLOAD = {overload: op for op in ALL for overload in (op.overload, op.into) if overload is not None}

@@ -19,7 +19,15 @@ from ridgeline.kernels._op import Target
 DTYPES = (torch.float16, torch.bfloat16)
 WGRAD_PIXELS = 64  # of a box: four instructions deep, and half a tile's rows
 
-_GLUON = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+_GLUON = {
+    torch.float16: gl.float16,
+    torch.bfloat16: gl.bfloat16,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+}
+_INSTRUCTION_BYTES = 32  # of each operand that wgmma reduces
+_MAP_BYTES = 16  # strides of a tensor map are multiples of it
+_OUT_BYTES = 2  # of an element of the result, also where operands are FP8
 _ROW_BYTES = 128  # of shared memory that one swizzle covers
 _SLACK_BYTES = 1024  # barriers, and what aligns the buffers
 _LARGEST_SIDE = 256  # of a box
@@ -29,7 +37,7 @@ _LARGEST_SIDE = 256  # of a box
 class Pass:
     """Sizes of one pass. `name` is the op's, for messages.
 
-    x, dx     [N, C, H, W]      channels_last or a channel slice of it; fp16 or bf16
+    x, dx     [N, C, H, W]      channels_last or a channel slice of it; fp16 or bf16, x also FP8
     weight    [K, C, R, S]      channels_last; its dtype is that of x
     y, dy     [N, K, HO, WO]    as x
     """
@@ -51,27 +59,35 @@ class Pass:
     def refuse(self, text: str, kind: type[Exception] = ValueError) -> NoReturn:
         raise kind(f"{self.name}: {text}")
 
-    def check(self, *, maps: dict[str, Tensor], weight: Tensor | None = None) -> None:
-        """Refuse what a tensor map cannot describe."""
-        conv = self.conv
-        if self.dtype not in DTYPES:
-            self.refuse(f"x must be fp16 or bf16, got {self.dtype}", TypeError)
-        if conv.c % 8 or conv.k % 8:
-            self.refuse(f"channels must be multiples of 8, got {conv.c} and {conv.k}")
+    def check(
+        self,
+        *,
+        maps: dict[str, Tensor],
+        weight: Tensor | None = None,
+        dtypes: tuple[torch.dtype, ...] = DTYPES,
+        weight_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Refuse what a tensor map, whose strides are multiples of 16 bytes, cannot describe."""
+        conv, granule = self.conv, _MAP_BYTES // self.dtype.itemsize
+        if self.dtype not in dtypes:
+            known = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            self.refuse(f"x must be {known}, got {self.dtype}", TypeError)
+        if conv.c % granule or conv.k % 8:
+            self.refuse(f"channels must be multiples of {granule} and filters of 8, got {conv.c} and {conv.k}")
         if min(self.padding) < 0 or any(p >= size for p, size in zip(self.padding, conv.filter, strict=True)):
             self.refuse(f"padding must be less than the filter {conv.filter} and not negative, got {self.padding}")
         for name, tensor in maps.items():
             pitch = pixel_pitch(tensor)
             if tensor.dtype != self.dtype:
                 self.refuse(f"{name} must be {self.dtype}, got {tensor.dtype}", TypeError)
-            if pitch is None or pitch % 8 or not _starts_at_16_bytes(tensor):
+            if pitch is None or pitch % granule or not _starts_at_16_bytes(tensor):
                 self.refuse(
-                    f"{name} must be channels_last, or a slice of it that starts at a multiple of 8 channels, got "
-                    f"strides {tensor.stride()} for shape {tuple(tensor.shape)}"
+                    f"{name} must be channels_last, or a slice of it that starts at a multiple of {granule} channels, "
+                    f"got strides {tensor.stride()} for shape {tuple(tensor.shape)}"
                 )
         if weight is not None:
-            if weight.dtype != self.dtype:
-                self.refuse(f"weight must be {self.dtype} like x, got {weight.dtype}", TypeError)
+            if weight.dtype != (weight_dtype or self.dtype):
+                self.refuse(f"weight must be {weight_dtype or self.dtype}, got {weight.dtype}", TypeError)
             if not weight.is_contiguous(memory_format=torch.channels_last) or not _starts_at_16_bytes(weight):
                 self.refuse(
                     f"weight must be channels_last, got strides {weight.stride()} for shape {tuple(weight.shape)}: use "
@@ -112,7 +128,8 @@ class Config:
         """In how many pieces a tile is stored, so that shared memory holds one beside the stages; 0: in none."""
         stages = self.stages * (self.pixels + self.channels) * step * size + _SLACK_BYTES
         fits = (p for p in (1, 2, 4) if self.channels // p >= 16)
-        return next((p for p in fits if stages + self.pixels * self.channels // p * size <= target.shared_bytes), 0)
+        tile = self.pixels * self.channels * _OUT_BYTES
+        return next((p for p in fits if stages + tile // p <= target.shared_bytes), 0)
 
 
 @dataclass(frozen=True)
@@ -170,8 +187,8 @@ def wgrad_configs(conv: ConvProblem, size: int, target: Target) -> tuple[WgradCo
 
 
 def step_of(reduced: int, size: int) -> int:
-    """Channels reduced a step: a row of shared memory, or fewer where there are not as many."""
-    return min(_ROW_BYTES // size, max(16, next_power_of_2(reduced)))
+    """Channels reduced a step: a row of shared memory, or fewer where there are not as many, but an instruction's."""
+    return min(_ROW_BYTES // size, max(_INSTRUCTION_BYTES // size, next_power_of_2(reduced)))
 
 
 def box_of(n: int, h: int, w: int, pixels: int) -> tuple[int, int, int]:

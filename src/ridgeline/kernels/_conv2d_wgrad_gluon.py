@@ -1,7 +1,7 @@
 """The kernels of conv2d_wgrad for sm_90: products of pixel boxes, whose sums are added in a fixed order.
 
 As in _conv2d_gluon one warp copies boxes while others multiply. Here the pixels are what is reduced: a program holds
-[K, C] of one tap, or of two taps that share the gradient's boxes, for its part of the pixels. `sum_parts_kernel` adds
+[K, C] of one tap, or of two taps that share the gradient's boxes, for its part of the pixels. `wgrad_parts_kernel` adds
 the parts, so that the same step gives the same bits.
 """
 
@@ -146,7 +146,7 @@ def _multiply(
 
 
 @triton.jit
-def sum_parts_kernel(parts_ptr, dw_ptr, numel, PARTS: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):
+def wgrad_parts_kernel(parts_ptr, dw_ptr, numel, PARTS: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):
     """dw = the sum of parts [PARTS, numel] fp32, rounded once; always in the same order, AT_ONCE loaded together."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (at < numel)[None, :]

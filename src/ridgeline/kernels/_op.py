@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ridgeline import tuned
@@ -29,11 +30,15 @@ _POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
 }
 _INT32_MAX = 2**31 - 1
+_DESCRIPTORS = (TensorDescriptor, GluonDescriptor)
 _NO_PROBLEM = frozenset({"bias", "out", "pdl"})  # arguments that change neither the work nor which config suits it
 
 Config = TypeVar("Config")
+RIVAL = "torch"  # under which a tuned row has the time of PyTorch's own kernel
 INTERPRETED: bool = vars(triton)["knobs"].runtime.interpret  # kernels run on the CPU, slowly: what tests use
 
 
@@ -70,7 +75,7 @@ class Launch:
     kernel: Any
     grid: tuple[int, ...]
     # run-time parameters; None is compiled in, as the launcher does
-    arguments: Mapping[str, Tensor | TensorDescriptor | int | None]
+    arguments: Mapping[str, Tensor | TensorDescriptor | GluonDescriptor | int | None]
     constants: Mapping[str, int | float | bool | str]
     num_warps: int
     num_stages: int
@@ -131,6 +136,8 @@ class Launcher:
     candidates: Callable[..., tuple[Any, ...]]
     # typical(**arguments): the same call on data like a network's; None where time does not depend on values
     typical: Callable[..., dict[str, Any]] | None = None
+    # rival(**arguments): a call of PyTorch's own kernel, which `tune` times beside the candidates, see `RIVAL`
+    rival: Callable[..., Callable[[], Tensor]] | None = None
 
 
 @dataclass(frozen=True)
@@ -145,9 +152,8 @@ class Op:
     samples: tuple[Sample, ...]
     dtypes: tuple[torch.dtype, ...]
     error_factor: float  # see numerics; above 2 only with the reason in the kernel's file
-    into: (
-        torch._ops.OpOverload | None
-    )  # the same with a first argument `out` that it writes; None where the kernel cannot
+    into: torch._ops.OpOverload | None  # the same with a first argument `out` that it writes, where the kernel can
+    eps: Callable[..., float] | None = None  # of a call's arithmetic, where it is not that of the result's dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(*args, **kwargs)
@@ -203,15 +209,17 @@ def define(
     samples: tuple[Sample, ...],
     dtypes: tuple[torch.dtype, ...],
     error_factor: float = 2.0,
+    eps: Callable[..., float] | None = None,
     autograd: Autograd | None = None,
     stores_into: bool = False,
+    interpretable: bool = True,
 ) -> Op:
     """Register `call` as `ridgeline::<its name>` and return its Op.
 
     The fake kernel is the reference on fake tensors, restrided to channels-last, so meaning and shape cannot disagree.
     The operator keeps its name through export and compile, and its inputs keep their strides. CPU tensors go to the
     reference, unless Triton's interpreter runs the kernel. `stores_into` also registers `ridgeline::<name>_into`, whose
-    first argument `out` is handed to `plan`.
+    first argument `out` is handed to `plan`. `interpretable` is false for kernels in Gluon, which has no interpreter.
     """
 
     def fake(*args: Any, **kwargs: Any) -> Tensor:
@@ -223,15 +231,20 @@ def define(
         return y.contiguous(memory_format=torch.channels_last) if y.dim() == 4 else y.contiguous()
 
     name = call.__name__
-    op = register(call, fake=fake, on_cpu=on_cpu, cost=cost)
+    op = register(call, fake=fake, on_cpu=on_cpu, cost=cost, interpretable=interpretable)
     if autograd is not None:
         op.register_autograd(autograd.backward, setup_context=autograd.setup)
     into = _define_into(call, op, cost, launcher) if stores_into else None
-    return Op(name, op, reference, cost, launcher, samples, dtypes, error_factor, into)
+    return Op(name, op, reference, cost, launcher, samples, dtypes, error_factor, into, eps)
 
 
 def register(
-    call: Callable[..., Any], *, fake: Callable[..., Any], on_cpu: Callable[..., Any], cost: Callable[..., Cost]
+    call: Callable[..., Any],
+    *,
+    fake: Callable[..., Any],
+    on_cpu: Callable[..., Any],
+    cost: Callable[..., Cost],
+    interpretable: bool = True,
 ) -> Any:
     """The operator `ridgeline::<name of call>` with its fake and CPU kernels and its cost: `define` less gradients.
 
@@ -241,7 +254,7 @@ def register(
     # needs_exact_strides: Inductor would otherwise hand over whatever layout its neighbours prefer
     op = torch.library.custom_op(f"ridgeline::{name}", call, mutates_args=(), tags=(torch.Tag.needs_exact_strides,))
     op.register_fake(fake)
-    if not INTERPRETED:
+    if not (INTERPRETED and interpretable):
         op.register_kernel("cpu")(on_cpu)
     packet = getattr(torch.ops.ridgeline, name)
 
@@ -368,16 +381,17 @@ def _spelled(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _triton_type(value: Tensor | TensorDescriptor | int | None) -> str:
+def _triton_type(value: Tensor | TensorDescriptor | GluonDescriptor | int | None) -> str:
     if isinstance(value, Tensor):
         return _POINTERS[value.dtype]
-    if isinstance(value, TensorDescriptor):
-        return f"tensordesc<{_POINTERS[value.base.dtype].removeprefix('*')}{list(value.block_shape)}>"
+    if isinstance(value, _DESCRIPTORS):
+        layout = f",{value.layout!r}" if isinstance(value, GluonDescriptor) else ""
+        return f"tensordesc<{_POINTERS[value.base.dtype].removeprefix('*')}{list(value.block_shape)}{layout}>"
     assert value is not None
     return "i32" if abs(value) <= _INT32_MAX else "i64"
 
 
-def _aligned(value: Tensor | TensorDescriptor | int | None) -> bool:
+def _aligned(value: Tensor | TensorDescriptor | GluonDescriptor | int | None) -> bool:
     if isinstance(value, Tensor):
         # allocations are aligned to more than 16 bytes, so only a view's offset can break it
         return value.storage_offset() * value.element_size() % 16 == 0

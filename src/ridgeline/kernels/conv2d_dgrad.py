@@ -81,6 +81,7 @@ def plan(
             "x_desc": map_of(dy, box, step),
             "weight_desc": weight_map(weight, (step, 1, config.channels)),
             "y_desc": map_of(dx, box, config.channels // pieces),
+            "scale_ptr": None,
             "bias_ptr": None,
             "images": n,
             "H": h,

@@ -95,6 +95,7 @@ def plan(
             "x_desc": map_of(x, box, step),
             "weight_desc": weight_map(weight, (config.channels, 1, step)),
             "y_desc": map_of(y, box, config.channels // pieces),
+            "scale_ptr": None,
             "bias_ptr": bias,
             "images": conv.n,
             "H": conv.oh,

@@ -33,7 +33,7 @@ from ridgeline.kernels._conv2d_pass import (
     pass_of,
     wgrad_configs,
 )
-from ridgeline.kernels._conv2d_wgrad_gluon import conv2d_wgrad_gluon_kernel, sum_parts_kernel
+from ridgeline.kernels._conv2d_wgrad_gluon import conv2d_wgrad_gluon_kernel, wgrad_parts_kernel
 from ridgeline.kernels._nhwc import cdiv, next_power_of_2, random_nhwc
 from ridgeline.kernels._op import LastLaunch, Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
 
@@ -100,7 +100,7 @@ def plan(
     at_once = min(16, next_power_of_2(parts))
     block = _SUM_ELEMENTS // at_once
     return LastLaunch(
-        kernel=sum_parts_kernel,
+        kernel=wgrad_parts_kernel,
         grid=(cdiv(dw.numel(), block),),
         arguments={"parts_ptr": sums, "dw_ptr": dw, "numel": dw.numel()},
         constants={"PARTS": parts, "AT_ONCE": at_once, "BLOCK": block},

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ridgeline.train_rewrites import expand_upsample, fuse_group_norm_silu
+from ridgeline.train_rewrites import (
+    add_residual_gradients,
+    expand_upsample,
+    fuse_attention,
+    fuse_group_norm_silu,
+    keep_channels_last,
+    merge_linears,
+    use_convolutions,
+)
 
 
 @dataclass(frozen=True)
@@ -25,5 +33,10 @@ class TrainRewrite:
 PIPELINE = (
     TrainRewrite("expand_upsample", expand_upsample.apply),
     TrainRewrite("fuse_group_norm_silu", fuse_group_norm_silu.apply),
+    TrainRewrite("fuse_attention", fuse_attention.apply),
+    TrainRewrite("merge_linears", merge_linears.apply),
+    TrainRewrite("add_residual_gradients", add_residual_gradients.apply),
+    TrainRewrite("keep_channels_last", keep_channels_last.apply),
+    TrainRewrite("use_convolutions", use_convolutions.apply),
 )
 BY_NAME = {rewrite.name: rewrite for rewrite in PIPELINE}

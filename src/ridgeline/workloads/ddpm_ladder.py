@@ -18,8 +18,11 @@ from torch import Tensor, nn
 from ridgeline.ema import Ema
 from ridgeline.errors import EnvironmentUnusable, NotEngaged, UsageError
 from ridgeline.models.ddpm_unet import UNet, UNetConfig
-from ridgeline.step_recipe import StepRecipe
+from ridgeline.step_recipe import NAMED, StepRecipe
+from ridgeline.train_rewrites.use_convolutions import Convolution
 from ridgeline.train_step import TrainStep, compile_step
+from ridgeline.train_tuning import convolutions, tune_step
+from ridgeline.tuned import Row
 from ridgeline.workloads.diffusion import linear_schedule, sample_timesteps, training_loss
 from ridgeline.workloads.image_sets import Images, load_images
 from ridgeline.workloads.loader import Batches
@@ -48,7 +51,11 @@ class Rung:
     graph: str = "none"  # "inductor": one for each of forward and backward; "step": one over everything
     one_pass: bool = False  # clip, AdamW and average in one kernel
     rewrites: tuple[str, ...] = ()  # of the compiled graph
+    weight_copies: bool = False  # in bf16, written by the one pass
 
+
+_NORMS = ("expand_upsample", "fuse_group_norm_silu")
+_DENSE = ("merge_linears", "add_residual_gradients", "keep_channels_last")
 
 RUNGS = (
     Rung(
@@ -72,7 +79,37 @@ RUNGS = (
         "GroupNorm, scale, shift, SiLU and dropout in one kernel each way",
         graph="step",
         one_pass=True,
-        rewrites=("expand_upsample", "fuse_group_norm_silu"),
+        rewrites=_NORMS,
+    ),
+    Rung(
+        "own-attention",
+        "attention on packed q, k and v in one kernel each way",
+        graph="step",
+        one_pass=True,
+        rewrites=(*_NORMS, "fuse_attention"),
+    ),
+    Rung(
+        "dense-gradients",
+        "gradients reach convolutions dense, linears of one input merge, norms add residual gradients",
+        graph="step",
+        one_pass=True,
+        rewrites=(*_NORMS, "fuse_attention", *_DENSE),
+    ),
+    Rung(
+        "weight-copies",
+        "bf16 copies of weights, written by the optimizer's pass, instead of casts",
+        graph="step",
+        one_pass=True,
+        rewrites=(*_NORMS, "fuse_attention", *_DENSE),
+        weight_copies=True,
+    ),
+    Rung(
+        "own-convolutions",
+        "convolutions by wgmma kernels of this project, where tuning found them faster",
+        graph="step",
+        one_pass=True,
+        rewrites=(*_NORMS, "fuse_attention", *_DENSE, "use_convolutions"),
+        weight_copies=True,
     ),
 )
 BY_NAME = {rung.name: rung for rung in RUNGS}
@@ -162,6 +199,27 @@ def build(rung: Rung, conditions: Conditions, *, operators: bool = False) -> Bui
     return Built(lambda: running.add_(one(next(loader))), tuple(map(str, report.findings)), report.rewrites)
 
 
+def tune(conditions: Conditions, dtype: str, **choices: Any) -> tuple[Row, ...]:
+    """Tune what the recipe of a dtype's name runs of this workload; `choices` are those of `train_tuning.tune_step`."""
+    return tune_step(*_example(conditions), NAMED[dtype], **choices)
+
+
+def convolutions_of(conditions: Conditions, recipe: StepRecipe) -> tuple[Convolution, ...]:
+    """The distinct convolutions of the network that kernels of ours could compute."""
+    return convolutions(*_example(conditions), recipe)
+
+
+def _example(conditions: Conditions) -> tuple[nn.Module, Loss, Tensor]:
+    """Network, loss and a batch of black images, to look at what a step would run."""
+    device = torch.device(conditions.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise EnvironmentUnusable("this needs a CUDA GPU, and torch sees none: run `ridgeline doctor`")
+    network = conditions.network
+    batch = torch.zeros((conditions.batch, network.in_channels, network.image_size, network.image_size), device=device)
+    batch = batch.contiguous(memory_format=torch.channels_last)
+    return channels_last(UNet(network).to(device)), _loss(device), batch
+
+
 def _loss(device: torch.device) -> Loss:
     """The training loss on clean images, at random time steps and noise."""
     schedule = linear_schedule().to(device)
@@ -181,6 +239,7 @@ def _captured(
         channels_last=rung.channels_last,
         rewrites=rung.rewrites,
         optimizer_kernel="always" if rung.one_pass else "never",
+        weight_copies="always" if rung.weight_copies else "never",
         require=True,
     )
     step = compile_step(model, loss, optimizer, batch, ema=ema, clip=CLIP, recipe=recipe)

@@ -1,0 +1,160 @@
+"""Time the three passes of the DDPM network's convolutions beside cuDNN, after tuning what is not tuned yet.
+
+    python benchmarks/conv2d.py --out benchmarks/results/kernels.jsonl
+    python benchmarks/conv2d.py --batch 64 --dtype fp16
+    python benchmarks/conv2d.py --fp8
+
+With --fp8 forward passes and gradients of maps run in FP8 instead, beside cuDNN's in bf16; the row also has the time of
+quantising the map in a pass of its own, which a step leaves to the map's producer.
+
+Each result is checked against float64 first. Each call is captured 20 times in one CUDA graph, ours and cuDNN's (its
+benchmark mode on) interleaved. "in a step" is what the recipe runs: the faster of the two by the tuned tables. New
+configs go into the user's tables, see `ridgeline cache export`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+import torch
+
+import _rows
+from kernels import CALLS, repeat, version
+from ridgeline import units
+from ridgeline.errors import RidgelineError, VerificationFailed
+from ridgeline.kernels import Op, conv2d_dgrad, conv2d_fp8, conv2d_fprop, quantize_fp8
+from ridgeline.kernels._op import dtype_name, tuned_row
+from ridgeline.kernels._quantize_fp8 import FORMATS
+from ridgeline.numerics import compare, to_float64
+from ridgeline.step_recipe import NAMED
+from ridgeline.timing import time_many
+from ridgeline.train_rewrites.use_convolutions import Convolution
+from ridgeline.tuning import tune_all
+from ridgeline.workloads import ddpm_ladder
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--fp8", action="store_true", help="time conv2d_fp8 in place of the bf16 kernels")
+    parser.add_argument("--out", type=Path, help="append rows to this JSONL file as they come")
+    a = parser.parse_args()
+    torch.backends.cudnn.benchmark = True
+    try:
+        where = _rows.machine()
+        conditions = ddpm_ladder.Conditions(batch=a.batch)
+        found = ddpm_ladder.convolutions_of(conditions, NAMED["bf16" if a.fp8 else a.dtype])
+        calls = [call for convolution in found for call in passes(convolution, fp8=a.fp8)]
+        tune_all((call.op, call.arguments) for call in calls)
+        ratios = []
+        for call in calls:
+            rows, ratio = bench(call, where, a.batch)
+            ratios.append(ratio)
+            if a.out:
+                _rows.append(a.out, rows)
+    except RidgelineError as error:
+        print(f"benchmarks/conv2d.py: {error}", file=sys.stderr)
+        return error.exit_code
+    print(
+        f"{len(ratios)} passes: cuDNN's time over ours {min(ratios):.2f} to {max(ratios):.2f}, geometric mean "
+        f"{geometric_mean(ratios):.3f}; of what a step runs {geometric_mean(max(r, 1.0) for r in ratios):.3f}"
+    )
+    return 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One pass by a kernel of ours, and the call of cuDNN that computes the same; `quantize` makes the FP8 map."""
+
+    op: Op
+    arguments: dict[str, Any]
+    dtype: str
+    theirs: Callable[[], torch.Tensor]
+    quantize: Callable[[], object] | None = None
+
+
+def passes(convolution: Convolution, *, fp8: bool) -> Iterator[Call]:
+    """All three passes; in FP8 those that have a kernel: forward, and the gradient of x."""
+    for op, arguments in convolution.problems():
+        assert op.launcher.rival is not None
+        theirs = op.launcher.rival(**arguments)
+        if not fp8:
+            yield Call(op, arguments, dtype_name(convolution.dtype), theirs)
+        elif op is conv2d_fprop.OP:
+            yield _in_fp8(arguments["x"], arguments["weight"], arguments["padding"], "e4m3", theirs)
+        elif op is conv2d_dgrad.OP:
+            turned = conv2d_fp8.for_dgrad(arguments["weight"])
+            sides = zip(turned.shape[2:], arguments["padding"], strict=True)
+            yield _in_fp8(arguments["dy"], turned, tuple(side - 1 - p for side, p in sides), "e5m2", theirs)
+
+
+def _in_fp8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    padding: tuple[int, ...],
+    fp8_format: str,
+    theirs: Callable[[], torch.Tensor],
+) -> Call:
+    """Both scaled as their largest magnitude asks for; "e5m2" is for gradients."""
+    narrow, scales = [], []
+    for tensor, name in ((x, fp8_format), (weight, "e4m3")):
+        scale = FORMATS[name].largest / tensor.abs().amax().float().reshape(1)
+        narrow.append(quantize_fp8.OP(tensor, scale, fp8_format=name)[0])
+        scales.append(scale)
+    arguments = {"x": narrow[0], "weight": narrow[1], "scale": 1 / (scales[0] * scales[1]), "padding": padding}
+    launch = quantize_fp8.plan(x=x, scale=scales[0], fp8_format=fp8_format)
+    return Call(conv2d_fp8.OP, arguments, f"fp8 {fp8_format}", theirs, launch.run)
+
+
+def bench(call: Call, where: _rows.Machine, batch: int) -> tuple[list[_rows.Row], float]:
+    """Check and time one pass; prints a line, returns rows and cuDNN's time over ours."""
+    op, arguments = call.op, call.arguments
+    launch = op.launcher.plan(**arguments)
+    launch.output.fill_(float("nan"))
+    launch.run()
+    eager = op.reference(**arguments)
+    eps = None if op.eps is None else op.eps(**arguments)
+    exact = op.reference(**to_float64(arguments))
+    verdict = compare(launch.output, exact, eager, error_factor=op.error_factor, eps=eps)
+    if not verdict.passed:
+        raise VerificationFailed(f"{op.name} {op.key(**arguments)}: {verdict.reason}")
+    graphs = {"ridgeline": repeat(launch.run), "eager": repeat(call.theirs)}
+    graphs |= {"quantize": repeat(call.quantize)} if call.quantize else {}
+    timings = time_many({name: graph.replay for name, graph in graphs.items()}, repeats=50)
+    seconds = {name: timing.median_s / CALLS for name, timing in timings.items()}
+    cost, row = op.cost(**arguments), tuned_row(op, **arguments)
+    extra = {"flops": cost.flops, "bytes": cost.bytes, "quantize_s": seconds.get("quantize")}
+    rows = [
+        _rows.row(
+            where,
+            timings[stack],
+            calls=CALLS,
+            subject=f"kernel:{op.name}",
+            stack=stack,
+            recipe="tuned" if stack == "ridgeline" else "cuDNN",
+            dtype=call.dtype if stack == "ridgeline" or not call.quantize else "bf16",
+            batch=batch,
+            shape=op.key(**arguments),
+            region="kernel",
+            stack_version=version(stack),
+            extra={**extra, "config": dict(row.config) if row and stack == "ridgeline" else None},
+        )
+        for stack in ("ridgeline", "eager")
+    ]
+    words = [
+        f"{name} {units.seconds(s)}" + ("" if name == "quantize" else f" {units.rate(cost.flops / s)}")
+        for name, s in seconds.items()
+    ]
+    print(f"{op.name} {call.dtype} {op.key(**arguments)}: {', '.join(words)}", flush=True)
+    return rows, seconds["eager"] / seconds["ridgeline"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Convolutions whose three passes together were measured faster here than in cuDNN become conv2d_fprop.
+
+Which pass runs where is decided by the tuned tables: `conv2d_fprop.choice`. An untuned shape stays PyTorch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ridgeline.kernels import Op, conv2d_dgrad, conv2d_fprop, conv2d_wgrad
+from ridgeline.kernels._op import RIVAL
+from ridgeline.train_rewrites._match import calls, finish, is_channels_last, value
+
+_NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A convolution that conv2d_fprop can compute: its operands in the dtype of its result, which autocast chose."""
+
+    node: fx.Node
+    given: dict[str, Any]
+    padding: tuple[int, int]
+    x: Tensor
+    weight: Tensor
+
+
+def apply(graph_module: fx.GraphModule) -> int:
+    """Replace every convolution of which the tables say that it pays; returns how many.
+
+    Does not fire on: other strides than 1, dilation, groups, channels that 8 does not divide, weights in another layout
+    than channels_last, fp32, a GPU or shapes that were not tuned, shapes where cuDNN is faster.
+    """
+    sites = [site for site in _sites(graph_module) if _pays(site)]
+    for site in sites:
+        operands = (site.given["input"], site.given["weight"], site.given["bias"], site.padding, site.x.dtype)
+        with graph_module.graph.inserting_before(site.node):
+            new = graph_module.graph.call_function(convolve, operands)
+        new.meta["example_value"] = value(site.node)
+        site.node.replace_all_uses_with(new)
+    finish(graph_module)
+    return len(sites)
+
+
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """conv2d_fprop of operands cast to `dtype`; a bias is added in fp32 as it comes."""
+    x = x.to(dtype).contiguous(memory_format=torch.channels_last)
+    return conv2d_fprop.OP(x, weight.to(dtype), bias, padding=list(padding))
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """The shapes of a convolution that could be replaced: what its passes are tuned on."""
+
+    x: tuple[int, ...]
+    weight: tuple[int, ...]
+    padding: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+
+    def problems(self) -> Iterator[tuple[Op, dict[str, Any]]]:
+        """Each pass on normal data, for `tuning.tune_all`."""
+        n, _, h, w = self.x
+        k, _, r, s = self.weight
+        top, left = self.padding
+        x, dy = self._normal(self.x), self._normal((n, k, h + 2 * top - r + 1, w + 2 * left - s + 1))
+        weight = self._normal(self.weight)
+        weight *= weight[0].numel() ** -0.5
+        yield conv2d_fprop.OP, {"x": x, "weight": weight, "padding": self.padding}
+        yield conv2d_dgrad.OP, {"dy": dy, "weight": weight, "padding": self.padding}
+        yield conv2d_wgrad.OP, {"dy": dy, "x": x, "kernel_size": (r, s), "padding": self.padding}
+
+    def _normal(self, shape: tuple[int, ...]) -> Tensor:
+        made = torch.empty(shape, dtype=self.dtype, device=self.device, memory_format=torch.channels_last)
+        return made.normal_(generator=torch.Generator(self.device).manual_seed(0))
+
+
+def convolutions_of(graph_module: fx.GraphModule) -> tuple[Convolution, ...]:
+    """Every distinct convolution that could be replaced."""
+    sites = _sites(graph_module)
+    found = (Convolution(tuple(s.x.shape), tuple(s.weight.shape), s.padding, s.x.dtype, s.x.device) for s in sites)
+    return tuple(dict.fromkeys(found))
+
+
+def _sites(graph_module: fx.GraphModule) -> Iterator[_Site]:
+    for node in calls(graph_module, torch.conv2d, torch.nn.functional.conv2d):
+        given = {**_DEFAULTS, **dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}
+        x, weight, y = value(given["input"]), value(given["weight"]), value(node)
+        if x is None or weight is None or y is None or isinstance(given["padding"], str):
+            continue
+        stride, padding, dilation = (_pair(given[name]) for name in ("stride", "padding", "dilation"))
+        fits = (
+            x.dim() == 4
+            and stride == dilation == (1, 1)
+            and given["groups"] == 1
+            and y.dtype in conv2d_fprop.DTYPES
+            and not (weight.shape[0] % 8 or weight.shape[1] % 8)
+            and all(p < size for p, size in zip(padding, weight.shape[2:], strict=True))
+            and is_channels_last(weight)
+        )
+        if fits:
+            yield _Site(node, given, padding, x.to(y.dtype), weight.to(y.dtype))
+
+
+def _pays(site: _Site) -> bool:
+    """Whether the passes, each by the faster kernel but the first by ours, take less time than PyTorch's."""
+    choice = conv2d_fprop.choice(site.x, site.weight, site.padding)
+    ours = theirs = 0.0
+    for name, (row, wins) in choice.items():
+        rival = row.tried.get(RIVAL)
+        rival_s = float(rival) if isinstance(rival, float) else row.seconds
+        theirs += rival_s
+        ours += row.seconds if wins or name == "fprop" else rival_s
+    return "fprop" in choice and ours < theirs
+
+
+def _pair(given: int | Sequence[int]) -> tuple[int, int]:
+    pair = (given, given) if isinstance(given, int) else tuple(given) * (1 if len(given) == 2 else 2)
+    return pair  # pyright: ignore[reportReturnType]

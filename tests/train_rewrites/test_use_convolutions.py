@@ -1,0 +1,174 @@
+"""Which convolutions of a training graph become conv2d_fprop, by tables that a test makes up."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from ridgeline import train_tuning, tuned
+from ridgeline.errors import EnvironmentUnusable
+from ridgeline.kernels import PASSES, conv2d_fprop
+from ridgeline.kernels._op import RIVAL
+from ridgeline.step_recipe import NAMED
+from ridgeline.train_rewrites import use_convolutions
+from ridgeline.train_rewrites.use_convolutions import Convolution, convolutions_of, convolve
+from ridgeline.workloads import ddpm_ladder
+
+FAST = {"conv2d_fprop": (1e-5, 2e-5), "conv2d_dgrad": (1e-5, 2e-5), "conv2d_wgrad": (1e-5, 2e-5)}
+
+
+def tables(monkeypatch, seconds):
+    """Rows for every shape: (ours, PyTorch's) by op; an op that is left out was not tuned."""
+
+    def row(op, **arguments):
+        if op.name not in seconds:
+            return None
+        ours, theirs = seconds[op.name]
+        key = op.key(**arguments)
+        return tuned.Row(op.name, "hash", "GPU", "bf16", key, {"k": 1}, ours, None, "2", "3", "5", {RIVAL: theirs})
+
+    monkeypatch.setattr(conv2d_fprop, "tuned_row", row)
+
+
+def traced(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[list[fx.GraphModule], list[int]]:
+    """The graphs of a call under autocast, rewritten, and how many sites changed in each."""
+    graphs, sites = [], []
+
+    def backend(graph_module, _inputs):
+        sites.append(use_convolutions.apply(graph_module))
+        graphs.append(graph_module)
+        return graph_module.forward
+
+    torch.compiler.reset()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.compile(function, backend=backend)(*inputs)
+    return graphs, sites
+
+
+def conv(c: int = 16, k: int = 8, size: int = 3, **choices) -> nn.Conv2d:
+    torch.manual_seed(0)
+    return nn.Conv2d(c, k, size, **{"padding": size // 2, **choices}).to(memory_format=torch.channels_last)
+
+
+def image(c: int = 16, side: int = 6) -> Tensor:
+    return torch.randn(2, c, side, side, generator=torch.Generator().manual_seed(1)).contiguous(
+        memory_format=torch.channels_last
+    )
+
+
+def test_a_convolution_that_pays_is_replaced(monkeypatch):
+    tables(monkeypatch, FAST)
+    layer, x = conv(), image()
+    (graph_module,), sites = traced(layer, x)
+    assert sites == [1]
+    calls = [node for node in graph_module.graph.nodes if node.op == "call_function"]
+    assert [node.target for node in calls] == [convolve]
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = layer(x)
+    (y,) = graph_module(*(layer.weight, layer.bias, x)[: len(list(graph_module.graph.find_nodes(op="placeholder")))])
+    # the bias is added in fp32 and the sum rounded once: one step of bf16 at most
+    torch.testing.assert_close(y, expected, rtol=2**-7, atol=2**-7)
+    assert y.dtype == torch.bfloat16
+
+
+def test_gradients_reach_fp32_weights(monkeypatch):
+    tables(monkeypatch, FAST)
+    layer, twin, x = conv(), conv(), image()
+    sites = []
+
+    def backend(graph_module, _inputs):
+        sites.append(use_convolutions.apply(graph_module))
+        return graph_module.forward
+
+    torch.compiler.reset()
+    # both gradients by PyTorch here: the tables do not know a CPU's
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.compile(layer, backend=backend)(x).float().square().sum().backward()
+        twin(x).float().square().sum().backward()
+    assert sites == [1]
+    for ours, theirs in zip(layer.parameters(), twin.parameters(), strict=True):
+        assert ours.grad is not None and ours.grad.dtype == torch.float32
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=2**-6, atol=2**-5 * theirs.grad.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "sites"),
+    [
+        (FAST, 1),
+        ({}, 0),  # never tuned
+        ({**FAST, "conv2d_fprop": (3e-5, 2e-5)}, 1),  # the other passes make up for the first
+        ({"conv2d_fprop": (3e-5, 2e-5)}, 0),
+        ({"conv2d_fprop": (1e-5, 2e-5)}, 1),
+        # what loses runs in PyTorch and costs nothing
+        ({**FAST, "conv2d_dgrad": (9e-5, 2e-5), "conv2d_wgrad": (9e-5, 2e-5)}, 1),
+        ({"conv2d_dgrad": (1e-5, 2e-5), "conv2d_wgrad": (1e-5, 2e-5)}, 0),  # the forward pass must be known
+    ],
+)
+def test_all_passes_together_decide(monkeypatch, seconds, sites):
+    tables(monkeypatch, seconds)
+    assert traced(conv(), image())[1] == [sites]
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        conv(stride=2),
+        conv(dilation=2, padding=2),
+        conv(groups=2),
+        conv(k=12),
+        conv(c=20),
+        conv(padding="same"),
+        conv(size=1, padding=1),
+        nn.Conv2d(16, 8, 3, padding=1),
+    ],
+    ids=["stride", "dilation", "groups", "filters", "channels", "padding in words", "wide padding", "NCHW weight"],
+)
+def test_what_the_kernels_cannot_compute_stays(monkeypatch, layer):
+    tables(monkeypatch, FAST)
+    assert traced(layer, image(layer.in_channels, 8))[1] == [0]
+
+
+def test_fp32_stays(monkeypatch):
+    tables(monkeypatch, FAST)
+    sites = []
+    torch.compiler.reset()
+    torch.compile(conv(), backend=lambda g, _: sites.append(use_convolutions.apply(g)) or g.forward)(image())
+    assert sites == [0]
+
+
+def test_tuning_finds_each_convolution_once():
+    first, second = conv(), conv()
+
+    def both(x):
+        return F.silu(first(x)) + second(x)
+
+    found = []
+    torch.compiler.reset()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.compile(both, backend=lambda g, _: found.append(convolutions_of(g)) or g.forward)(image())
+    expected = Convolution((2, 16, 6, 6), (8, 16, 3, 3), (1, 1), torch.bfloat16, torch.device("cpu"))
+    assert found == [(expected,)]
+    problems = list(expected.problems())
+    assert [op for op, _ in problems] == list(PASSES)
+    for op, arguments in problems:
+        assert op.reference(**arguments).dtype == torch.bfloat16
+
+
+def test_the_ddpm_networks_convolutions_are_all_found():
+    conditions = ddpm_ladder.Conditions(batch=1, device="cpu", preset="tiny")
+    torch.compiler.reset()
+    found = ddpm_ladder.convolutions_of(conditions, NAMED["bf16"])
+    model = ddpm_ladder.UNet(conditions.network)
+    fitting = {
+        tuple(m.weight.shape)
+        for m in model.modules()
+        if isinstance(m, nn.Conv2d) and not (m.in_channels % 8 or m.out_channels % 8) and m.stride == (1, 1)
+    }
+    assert fitting and {one.weight for one in found} == fitting
+
+
+def test_a_step_is_tuned_on_a_gpu_alone():
+    with pytest.raises(EnvironmentUnusable, match="tune: the model must be on a GPU, got cpu: move it"):
+        train_tuning.tune_step(conv(), lambda m, x: m(x).sum(), image(), NAMED["bf16"])
