@@ -122,6 +122,10 @@ def _rungs() -> Iterator[Row]:
     for rule, first, second, why in pairs:
         brought_s = _rung_busy_s(first) - _rung_busy_s(second)
         yield Row(rule, first, second, "GPU time", together(before, (rule,), brought_s), why)
+    brought_s = _rung_busy_s("one-pass") - _rung_busy_s("fused-norms")
+    why = "the kernels for it also take scale, shift and dropout along"
+    promised = together(profile("ddpm-graph"), ("L3", "L5"), brought_s)
+    yield Row("L3, L5", "one-pass", "fused-norms", "GPU time", promised, why)
 
 
 def _detector() -> Iterator[Row]:

@@ -18,6 +18,7 @@ from planted import plant, scale_a_weight
 from ridgeline import compiler, units
 from ridgeline.cli import main
 from ridgeline.report import from_dict
+from ridgeline.workloads import ddpm_ladder
 from tiny_detector import TinyDetector, save_pictures
 
 NET = """
@@ -443,6 +444,29 @@ def test_tune_hands_its_choices_on(run, monkeypatch, argv):
     monkeypatch.setattr(compiler, "tune", lambda _module, _inputs, recipe, **_choices: recipes.append(recipe) or ())
     assert run("tune", "net.py:build", "--dtype", "bf16", *argv) == (0, "", "")
     assert [(recipe.dtype, recipe.precision, recipe.pdl) for recipe in recipes] == [("bf16", "tf32", not argv)]
+
+
+def test_tune_hands_a_training_step_to_its_workload(run, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        ddpm_ladder, "tune", lambda conditions, dtype, **_choices: asked.append((conditions, dtype)) or ()
+    )
+    assert run("tune", "ddpm") == (0, "", "")
+    assert run("tune", "ddpm", "--batch", "64", "--dtype", "fp16") == (0, "", "")
+    assert [(conditions.batch, dtype) for conditions, dtype in asked] == [(128, "bf16"), (64, "fp16")]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what it says where there is no GPU")
+def test_tuning_a_training_step_needs_a_gpu(run):
+    message = "ridgeline tune: this needs a CUDA GPU, and torch sees none: run `ridgeline doctor`\n"
+    assert run("tune", "ddpm") == (3, "", message)
+
+
+@pytest.mark.parametrize("argv", [("--no-pdl",), ("--precision", "ieee")])
+def test_a_training_step_has_no_choices_of_inference(run, argv):
+    code, out, err = run("tune", "ddpm", *argv)
+    assert (code, out) == (2, "")
+    assert "--no-pdl and --precision are for inference, and ddpm is a training step" in err
 
 
 # --- verify --------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BF16_EPS = 2.0**-8
+BF16_EPS = 2.0**-7
 TF32_EPS = 2.0**-10  # ten explicit mantissa bits, as fp16; the storage dtype is fp32, so `finfo` cannot know
 
 
