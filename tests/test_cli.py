@@ -448,9 +448,7 @@ def test_tune_hands_its_choices_on(run, monkeypatch, argv):
 
 def test_tune_hands_a_training_step_to_its_workload(run, monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        ddpm_ladder, "tune", lambda conditions, dtype, **_choices: asked.append((conditions, dtype)) or ()
-    )
+    monkeypatch.setattr(ddpm_ladder, "tune", lambda *given, **_choices: asked.append(given) or ())
     assert run("tune", "ddpm") == (0, "", "")
     assert run("tune", "ddpm", "--batch", "64", "--dtype", "fp16") == (0, "", "")
     assert [(conditions.batch, dtype) for conditions, dtype in asked] == [(128, "bf16"), (64, "fp16")]
