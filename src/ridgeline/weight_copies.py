@@ -202,7 +202,7 @@ def _autocasts_to_bf16(kind: str) -> bool:
 def _casts_once(user: fx.Node, operand: fx.Node) -> bool:
     if user.op != "call_function" or user.target not in _CASTING:
         return False
-    operands = [*user.args, *user.kwargs.values()]
+    operands: list[Any] = [*user.args, *user.kwargs.values()]
     return operands.count(operand) == 1 and operand in operands[_CASTING[user.target]]
 
 
