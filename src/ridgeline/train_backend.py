@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ridgeline.train_rewrites import BY_NAME
+from ridgeline.train_rewrites import BY_NAME, use_convolutions
 from ridgeline.weight_copies import WeightCopies, given_narrow, narrow_weights
 
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -47,11 +47,13 @@ class TrainBackend:
     compiler: Compiler
     copies: WeightCopies = field(default_factory=WeightCopies)
     sites: Counter[str] = field(default_factory=Counter)  # changed so far, in all graphs, by rewrite
+    notes: list[str] = field(default_factory=list)  # of the graphs so far: which kernels compute its convolutions
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         for name, rewrite in BY_NAME.items():
             if name in self.rewrites:
                 self.sites[name] += rewrite.apply(graph_module)
+        self.notes += filter(None, [use_convolutions.in_words(graph_module)])
         # last, since rewrites may bring calls that cast
         narrow = narrow_weights(graph_module, example_inputs, self.copies)
         inputs = [narrow.get(position, given) for position, given in enumerate(example_inputs)]

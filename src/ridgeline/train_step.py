@@ -79,13 +79,22 @@ class StepReport:
     findings: tuple[Finding, ...]  # lines of the step that stand in the way
     optimizer: str  # whose kernels step the optimizer, and why if not the project's own
     rewrites: dict[str, int]  # sites changed in the compiled graphs, by rewrite; empty until one is compiled
+    convolutions: tuple[str, ...]  # a line a graph: which kernels compute its convolutions, and what that saves
     layout: str  # layout copies in the compiled graphs, in words; empty until one is compiled
 
     def lines(self) -> list[str]:
         engaged = f"{self.replays} steps replayed from {self.graphs} graphs, {self.eager_steps} run eagerly"
         rewritten = [f"{name} at {sites} sites" for name, sites in self.rewrites.items() if sites]
         layout = filter(None, [self.layout])
-        return [engaged, *filter(None, [self.reason]), *map(str, self.findings), self.optimizer, *rewritten, *layout]
+        return [
+            engaged,
+            *filter(None, [self.reason]),
+            *map(str, self.findings),
+            self.optimizer,
+            *rewritten,
+            *self.convolutions,
+            *layout,
+        ]
 
 
 class TrainStep:
@@ -157,6 +166,7 @@ class TrainStep:
             findings=self._findings,
             optimizer=self._program.optimizer_in_words(),
             rewrites=dict(self._program.backend.sites),
+            convolutions=tuple(self._program.backend.notes),
             layout=self._program.layouts.in_words(),
         )
 

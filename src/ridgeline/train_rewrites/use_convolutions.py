@@ -12,12 +12,26 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ridgeline import units
 from ridgeline.kernels import Op, conv2d_dgrad, conv2d_fprop, conv2d_wgrad
 from ridgeline.kernels._op import RIVAL
 from ridgeline.train_rewrites._match import calls, finish, is_channels_last, value
 
 _NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+
+
+PASSES = "passes"  # of a node that was put in: what the tables say of each
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Who computes one pass of a convolution in a step, and what it takes, by the tables."""
+
+    name: str  # "fprop", "dgrad", "wgrad"
+    ours: bool
+    seconds: float
+    rival_s: float
 
 
 @dataclass(frozen=True)
@@ -37,15 +51,32 @@ def apply(graph_module: fx.GraphModule) -> int:
     Does not fire on: other strides than 1, dilation, groups, channels that 8 does not divide, weights in another layout
     than channels_last, fp32, a GPU or shapes that were not tuned, shapes where cuDNN is faster.
     """
-    sites = [site for site in _sites(graph_module) if _pays(site)]
-    for site in sites:
+    paying = 0
+    for site in list(_sites(graph_module)):
+        passes = _passes(site)
+        if not _pays(passes):
+            continue
+        paying += 1
         operands = (site.given["input"], site.given["weight"], site.given["bias"], site.padding, site.x.dtype)
         with graph_module.graph.inserting_before(site.node):
             new = graph_module.graph.call_function(convolve, operands)
-        new.meta["example_value"] = value(site.node)
+        new.meta |= {"example_value": value(site.node), PASSES: passes}
         site.node.replace_all_uses_with(new)
     finish(graph_module)
-    return len(sites)
+    return paying
+
+
+def in_words(graph_module: fx.GraphModule) -> str:
+    """Which passes of the convolutions replaced run where, and what that saves by the tables; "" where none was."""
+    passes = [found for node in graph_module.graph.nodes for found in node.meta.get(PASSES, ())]
+    if not passes:
+        return ""
+    counts = [f"{name} {sum(one.name == name and one.ours for one in passes)}" for name in ("fprop", "dgrad", "wgrad")]
+    chosen_s, theirs_s = sum(one.seconds for one in passes), sum(one.rival_s for one in passes)
+    known = (
+        f"{len(passes)} passes of convolutions take {units.seconds(chosen_s)} for PyTorch's {units.seconds(theirs_s)}"
+    )
+    return f"{known} by the tables: {', '.join(counts)} by this project's kernels, the others by PyTorch's"
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -108,16 +139,20 @@ def _sites(graph_module: fx.GraphModule) -> Iterator[_Site]:
             yield _Site(node, given, padding, x.to(y.dtype), weight.to(y.dtype))
 
 
-def _pays(site: _Site) -> bool:
-    """Whether the passes, each by the faster kernel but the first by ours, take less time than PyTorch's."""
-    choice = conv2d_fprop.choice(site.x, site.weight, site.padding)
-    ours = theirs = 0.0
-    for name, (row, wins) in choice.items():
+def _passes(site: _Site) -> tuple[Pass, ...]:
+    """Every pass that was tuned, by the faster kernel, but the first by ours: it stands for all three in the graph."""
+    found = []
+    for name, (row, wins) in conv2d_fprop.choice(site.x, site.weight, site.padding).items():
         rival = row.tried.get(RIVAL)
-        rival_s = float(rival) if isinstance(rival, float) else row.seconds
-        theirs += rival_s
-        ours += row.seconds if wins or name == "fprop" else rival_s
-    return "fprop" in choice and ours < theirs
+        rival_s = rival if isinstance(rival, float) else row.seconds
+        ours = wins or name == "fprop"
+        found.append(Pass(name, ours, row.seconds if ours else rival_s, rival_s))
+    return tuple(found)
+
+
+def _pays(passes: tuple[Pass, ...]) -> bool:
+    faster = sum(one.seconds for one in passes) < sum(one.rival_s for one in passes)
+    return faster and any(one.name == "fprop" for one in passes)
 
 
 def _pair(given: int | Sequence[int]) -> tuple[int, int]:
