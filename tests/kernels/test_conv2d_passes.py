@@ -1,4 +1,4 @@
-"""The three passes of a convolution for wgmma: machine code without a GPU, numbers on one."""
+"""The three passes of a convolution for wgmma: their numbers on a GPU, all else without one."""
 
 import itertools
 import random
@@ -11,10 +11,9 @@ from ridgeline.kernels import PASSES, conv2d_dgrad, conv2d_fprop, conv2d_wgrad
 from ridgeline.kernels._conv2d_pass import Config, WgradConfig, box_count, box_of, step_of
 from ridgeline.kernels._op import RIVAL, typical_target
 from ridgeline.numerics import compare, to_float64
-from ridgeline.sass import compile_many, inspect
+from shared_kernels import sizes_of_one_kernel
 
 SM_90 = typical_target("sm_90")
-REAL = [(op, sample) for op in PASSES for sample in op.samples if sample.real_size]
 ALL = [(op, sample) for op in PASSES for sample in op.samples]
 
 
@@ -26,32 +25,17 @@ def launch_of(op, sample, *, dtype=torch.bfloat16, config=None):
     return op.launcher.plan(config=config, target=SM_90, **sample.arguments(dtype, "meta"))
 
 
-# --- machine code ----------------------------------------------------------------------------------------------------
+def sample_of(op, size, c, k, filter_size, *, bias=False):
+    """Of a pass of the convolution from c to k channels; `size` is (N, H, W)."""
+    (n, h, w), (r, s) = size, filter_size
+    if op is conv2d_fprop.OP:
+        return conv2d_fprop.fprop_sample("", (n, c, h, w), (k, r, s), bias=bias)
+    if op is conv2d_dgrad.OP:
+        return conv2d_dgrad.dgrad_sample("", (n, k, h, w), (c, r, s))
+    return conv2d_wgrad.wgrad_sample("", (n, c, h, w), (k, r, s))
 
 
-@pytest.fixture(scope="module")
-def machine_code():
-    """Every real-sized sample's default, and each config of one sample a pass, compiled at once."""
-    launches = [(op, launch_of(op, sample)) for op, sample in REAL]
-    for op in PASSES:
-        sample = next(s for s in op.samples if s.real_size)
-        configs = op.launcher.candidates(target=SM_90, **sample.arguments(torch.bfloat16, "meta"))
-        launches += [(op, launch_of(op, sample, config=config)) for config in configs[1:]]
-    parts = [(op, launch.parts[0]) for op, launch in launches]
-    binaries = compile_many([part.source("sm_90") for _, part in parts])
-    return [(op, inspect(binary)) for (op, _), binary in zip(parts, binaries, strict=True)]
-
-
-def test_operands_go_from_the_copy_engine_to_wgmma(machine_code):
-    assert len(machine_code) > len(REAL) + 10
-    for op, report in machine_code:
-        assert set(m.split(".")[0] for m in report.matrix_instructions) == {"HGMMA"}, op.name
-        assert report.count("UTMALDG") >= 2
-        # not one operand passes through registers: no load from global or shared memory in front of a product
-        assert report.count("LDG", "LDSM", "LDGSTS") == 0 or op is conv2d_fprop.OP
-        assert report.problems == (), (op.name, report.problems)
-        assert report.permutes == 0
-    assert all(report.count("UTMASTG") for op, report in machine_code if op is not conv2d_wgrad.OP)
+# --- configs ---------------------------------------------------------------------------------------------------------
 
 
 def test_configs_are_for_hopper_alone():
@@ -70,6 +54,13 @@ def test_every_candidate_is_valid_and_distinct():
         assert configs and len(set(configs)) == len(configs)
         for config in configs:
             op.launcher.plan(config=config, target=SM_90, **arguments)
+
+
+@pytest.mark.parametrize("op", PASSES, ids=lambda op: op.name)
+def test_every_problem_has_a_config(op):
+    for c, k, filter_size in itertools.product((8, 24, 200, 512), (8, 24, 200, 512), ((1, 1), (1, 3), (5, 5))):
+        sample = sample_of(op, (3, 7, 9), c, k, filter_size)
+        assert op.launcher.candidates(target=SM_90, **sample.arguments(torch.float16, "meta"))
 
 
 # --- tiling ----------------------------------------------------------------------------------------------------------
@@ -159,7 +150,7 @@ def test_a_frozen_weight_gets_no_gradient():
         ({"bias": torch.empty(5)}, r"bias must be fp32 or torch.bfloat16 of shape \(24,\)"),
         ({"weight": torch.empty(24, 16, 3, 3, dtype=torch.bfloat16)}, "weight must be channels_last"),
         ({"weight": torch.empty(20, 16, 3, 3)}, "channels must be multiples of 8 and filters of 8, got 16 and 20"),
-        ({"x": torch.empty(1, 16, 8, 8, dtype=torch.float64)}, "x must be float16 or bfloat16"),
+        ({"x": torch.empty(1, 16, 8, 8, dtype=torch.float64)}, "x must be torch.float16 or torch.bfloat16"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(change, message):
@@ -172,6 +163,15 @@ def test_what_cannot_be_computed_is_refused(change, message):
     given = {name: t.bfloat16() if name == "x" and t.dtype == torch.float32 else t for name, t in change.items()}
     with pytest.raises((ValueError, TypeError), match=f"conv2d_fprop: {message}"):
         conv2d_fprop.plan(**{**bf16, **given}, target=SM_90)
+
+
+def test_a_gradient_of_no_map_is_refused():
+    dy = torch.empty(1, 8, 1, 5, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    weight = torch.empty(8, 8, 3, 3, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    with pytest.raises(
+        ValueError, match=r"conv2d_dgrad: no x has a y of shape \(1, 8, 1, 5\): it would have \(-1, 5\)"
+    ):
+        conv2d_dgrad.plan(dy, weight, padding=(2, 1), target=SM_90)
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------
@@ -215,22 +215,26 @@ def test_every_candidate_is_right(op, sample):
         right(op, arguments, config)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(200))
+# (C, K, R, S): each, with the sizes that share its boxes, is compiled once
+KERNELS = (
+    *((8, 16, 3, 3), (8, 200, 1, 1), (72, 16, 1, 5), (72, 64, 3, 3)),
+    *((72, 200, 3, 3), (128, 16, 1, 1), (128, 64, 1, 5), (128, 200, 3, 3)),
+)
+
+
+@pytest.mark.parametrize("seed", range(len(KERNELS)))
 @pytest.mark.parametrize("op", PASSES, ids=lambda op: op.name)
-def test_random_shapes(op, seed):
-    chosen = random.Random(seed)
-    n, h, w = chosen.choice((1, 2, 5, 33)), chosen.randint(1, 40), chosen.randint(1, 40)
-    # few sizes, because each pair of channels is a kernel of its own
-    c, k = chosen.choice((8, 72, 128)), chosen.choice((16, 64, 200))
-    r, s = chosen.choice(((1, 1), (3, 3), (1, 5)))
-    dtype = chosen.choice((torch.float16, torch.bfloat16))
-    make = {
-        "conv2d_fprop": lambda: conv2d_fprop.fprop_sample("", (n, c, h, w), (k, r, s), bias=chosen.random() < 0.5),
-        "conv2d_dgrad": lambda: conv2d_dgrad.dgrad_sample("", (n, k, h, w), (c, r, s)),
-        "conv2d_wgrad": lambda: conv2d_wgrad.wgrad_sample("", (n, c, h, w), (k, r, s)),
-    }
-    right(op, make[op.name]().arguments(dtype, "cuda"))
+@pytest.mark.gpu
+def test_random_sizes(op, seed):
+    c, k, *filter_size = KERNELS[seed]
+    dtype, bias = (torch.float16, torch.bfloat16)[seed % 2], seed % 4 < 2
+
+    def of(size):
+        return sample_of(op, size, c, k, filter_size, bias=bias)
+
+    sizes = sizes_of_one_kernel(lambda size: launch_of(op, of(size), dtype=dtype), seed)
+    for size in sizes:
+        right(op, of(size).arguments(dtype, "cuda"))
 
 
 @pytest.mark.gpu

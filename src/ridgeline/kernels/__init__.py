@@ -1,4 +1,7 @@
-"""Kernels with their meaning and cost. `ALL` is the only list: tests, benchmarks and `ridgeline sass` follow it."""
+"""Kernels with their meaning and cost. Tests, benchmarks and `ridgeline sass` follow `ALL`: what a graph may export.
+
+`PASSES` and `FP8` are convolutions of training, for sm_90 alone, and in no exported graph.
+"""
 
 from ridgeline.errors import UsageError
 from ridgeline.kernels import (
@@ -33,7 +36,6 @@ ALL = (
     group_norm_silu.OP,
 )
 
-# passes of a convolution in training, for sm_90 alone; in no exported graph
 PASSES = (conv2d_fprop.OP, conv2d_dgrad.OP, conv2d_wgrad.OP)
 FP8 = (conv2d_fp8.OP,)
 

@@ -2,8 +2,8 @@
 
 Written in Gluon, because there wgmma reads both operands from shared memory, as the tensor memory accelerator (TMA)
 left them: boxes of pixels, a filter tap being a shift of the box, elements outside the map being zeros. No thread
-computes an address or a mask. A program takes one output tile after another; the next tile's first boxes arrive while
-the present one is stored.
+computes an operand's address or mask. A program takes one output tile after another; the next tile's first boxes arrive
+while the present one is stored.
 
 A tensor map of x, y has the axes [N, H, W, C] and of the weight [K, R S, C], C adjacent. With DGRAD "x" is the gradient
 of y: the reduction runs over K, and the taps run backward.

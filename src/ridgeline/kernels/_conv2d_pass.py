@@ -1,4 +1,8 @@
-"""One pass of a convolution (forward, gradient of x, gradient of the weight), checked, and how programs tile it."""
+"""One pass of a convolution (forward, gradient of x, gradient of the weight), checked, and how programs tile it.
+
+For the kernels in _conv2d_gluon and _conv2d_wgrad_gluon: what their tensor maps can describe, how large a tile their
+registers and the shared memory hold, and which tiles are worth timing.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from ridgeline.kernels._nhwc import cdiv, next_power_of_2, pixel_pitch
 from ridgeline.kernels._op import Target
 
 DTYPES = (torch.float16, torch.bfloat16)
-WGRAD_PIXELS = 64  # of a box: four instructions deep, and half a tile's rows
+WGRAD_PIXELS = 64  # of a box, which are reduced together: four instructions
 
 _GLUON = {
     torch.float16: gl.float16,
@@ -30,16 +34,16 @@ _MAP_BYTES = 16  # strides of a tensor map are multiples of it
 _OUT_BYTES = 2  # of an element of the result, also where operands are FP8
 _ROW_BYTES = 128  # of shared memory that one swizzle covers
 _SLACK_BYTES = 1024  # barriers, and what aligns the buffers
-_LARGEST_SIDE = 256  # of a box
+_ACCUMULATORS = 128  # fp32 a thread
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Sizes of one pass. `name` is the op's, for messages.
+    """Sizes of one pass and the dtype of its maps. `name` is the op's, for messages.
 
-    x, dx     [N, C, H, W]      channels_last or a channel slice of it; fp16 or bf16, x also FP8
-    weight    [K, C, R, S]      channels_last; its dtype is that of x
-    y, dy     [N, K, HO, WO]    as x
+    x, dx         [N, C, H, W]      channels_last, or where it is read a channel slice of it
+    weight, dw    [K, C, R, S]      channels_last
+    y, dy         [N, K, HO, WO]    as x, dx
     """
 
     name: str
@@ -59,23 +63,20 @@ class Pass:
     def refuse(self, text: str, kind: type[Exception] = ValueError) -> NoReturn:
         raise kind(f"{self.name}: {text}")
 
-    def check(
-        self,
-        *,
-        maps: dict[str, Tensor],
-        weight: Tensor | None = None,
-        dtypes: tuple[torch.dtype, ...] = DTYPES,
-        weight_dtype: torch.dtype | None = None,
-    ) -> None:
-        """Refuse what a tensor map, whose strides are multiples of 16 bytes, cannot describe."""
-        conv, granule = self.conv, _MAP_BYTES // self.dtype.itemsize
+    def check_maps(self, dtypes: tuple[torch.dtype, ...], **maps: Tensor) -> None:
+        """Refuse sizes and maps that a tensor map, whose strides are multiples of 16 bytes, cannot describe."""
+        conv, granule, out_granule = self.conv, _MAP_BYTES // self.dtype.itemsize, _MAP_BYTES // _OUT_BYTES
         if self.dtype not in dtypes:
-            known = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            self.refuse(f"x must be {known}, got {self.dtype}", TypeError)
-        if conv.c % granule or conv.k % 8:
-            self.refuse(f"channels must be multiples of {granule} and filters of 8, got {conv.c} and {conv.k}")
+            known, got = " or ".join(map(str, dtypes)), self.dtype
+            self.refuse(f"{' and '.join(maps)} must be {known}, got {got}", TypeError)
+        if conv.c % granule or conv.k % out_granule:
+            self.refuse(
+                f"channels must be multiples of {granule} and filters of {out_granule}, got {conv.c} and {conv.k}"
+            )
         if min(self.padding) < 0 or any(p >= size for p, size in zip(self.padding, conv.filter, strict=True)):
             self.refuse(f"padding must be less than the filter {conv.filter} and not negative, got {self.padding}")
+        if min(self.conv.image) < 1:
+            self.refuse(f"no x has a y of shape {self.y_shape}: it would have {self.conv.image} rows and columns")
         for name, tensor in maps.items():
             pitch = pixel_pitch(tensor)
             if tensor.dtype != self.dtype:
@@ -85,25 +86,44 @@ class Pass:
                     f"{name} must be channels_last, or a slice of it that starts at a multiple of {granule} channels, "
                     f"got strides {tensor.stride()} for shape {tuple(tensor.shape)}"
                 )
-        if weight is not None:
-            if weight.dtype != (weight_dtype or self.dtype):
-                self.refuse(f"weight must be {weight_dtype or self.dtype}, got {weight.dtype}", TypeError)
-            if not weight.is_contiguous(memory_format=torch.channels_last) or not _starts_at_16_bytes(weight):
-                self.refuse(
-                    f"weight must be channels_last, got strides {weight.stride()} for shape {tuple(weight.shape)}: use "
-                    f".contiguous(memory_format=torch.channels_last)"
-                )
+
+    def check_weight(self, weight: Tensor, dtype: torch.dtype) -> None:
+        if weight.dtype != dtype:
+            self.refuse(f"weight must be {dtype}, got {weight.dtype}", TypeError)
+        if not weight.is_contiguous(memory_format=torch.channels_last) or not _starts_at_16_bytes(weight):
+            self.refuse(
+                f"weight must be channels_last and start at a multiple of 16 bytes, got strides {weight.stride()} for "
+                f"shape {tuple(weight.shape)}: use .clone(memory_format=torch.channels_last)"
+            )
+
+    def check_bias(self, bias: Tensor | None, dtype: torch.dtype) -> None:
+        shape = (self.conv.k,)
+        if bias is not None and (tuple(bias.shape) != shape or bias.dtype not in (torch.float32, dtype)):
+            self.refuse(f"bias must be fp32 or {dtype} of shape {shape}, got {bias.dtype} {tuple(bias.shape)}")
 
 
 def pass_of(name: str, conv: ConvProblem, dtype: torch.dtype) -> Pass:
-    """Stride 1, one group; the problem's padding is the pass's."""
+    """Of stride 1 and one group; the problem's padding is the pass's."""
     top, left = conv.padding  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]
     return Pass(name, conv, (top, left), dtype)
 
 
+def forward_pass(name: str, x: Tensor, weight: Tensor, padding: Sequence[int]) -> Pass:
+    """Of y = conv2d(x, weight). Raises ValueError where they have not the same channels."""
+    k, c, *filter_size = weight.shape
+    n, channels, *image = x.shape
+    one = pass_of(name, ConvProblem(n, c, k, tuple(image), tuple(filter_size), padding=tuple(padding)), x.dtype)
+    if channels != c:
+        one.refuse(f"weight {tuple(weight.shape)} must have the {channels} channels of x: groups must be 1")
+    return one
+
+
 @dataclass(frozen=True)
 class Config:
-    """A tile of so many pixels by channels, copied `stages` steps ahead; num_warps multiply, one more copies."""
+    """A tile of so many pixels by channels, whose operands have room for `stages` steps.
+
+    num_warps multiply, and one more copies.
+    """
 
     pixels: int
     channels: int
@@ -111,16 +131,19 @@ class Config:
     num_warps: int
 
     def is_valid(self, size: int, step: int, target: Target) -> bool:
-        """Whether it fills wgmma, keeps its sums in registers and fits; `size` bytes an element, `step` of them."""
+        """Whether it fills wgmma, and its sums fit registers, its operands shared memory.
+
+        An operand's element has `size` bytes, and `step` of them are reduced at a time, see `step_of`.
+        """
         return (
-            int(target.arch.removeprefix("sm_")) == 90
+            target.arch == "sm_90"
             and self.num_warps in (4, 8)
             and self.stages >= 2
+            # wgmma takes 64 rows at least, a copy 256 of an axis at most
             and self.pixels in (64, 128, 256)
             and self.channels in (16, 32, 64, 128, 256)
             and self.pixels >= 16 * self.num_warps
-            # 128 fp32 a thread
-            and self.pixels * self.channels <= 128 * 32 * self.num_warps
+            and self.pixels * self.channels <= _ACCUMULATORS * 32 * self.num_warps
             and self.pieces(size, step, target) > 0
         )
 
@@ -134,7 +157,10 @@ class Config:
 
 @dataclass(frozen=True)
 class WgradConfig:
-    """A tile of so many k by c of each of `taps` taps (1, or 2 beside each other); `rounds` a multiprocessor."""
+    """A tile of so many k by c of each of `taps` taps (1, or 2 beside each other), otherwise as `Config`.
+
+    The pixels are split as long as a multiprocessor gets no more than `rounds` tiles, each for its part of them.
+    """
 
     k: int
     c: int
@@ -146,7 +172,7 @@ class WgradConfig:
     def is_valid(self, size: int, target: Target) -> bool:
         operands = self.stages * (self.k + self.taps * self.c) * WGRAD_PIXELS * size
         return (
-            int(target.arch.removeprefix("sm_")) == 90
+            target.arch == "sm_90"
             and self.num_warps in (4, 8)
             and self.stages >= 2
             and self.rounds >= 1
@@ -154,7 +180,7 @@ class WgradConfig:
             and self.k in (64, 128, 256)
             and self.c in (16, 32, 64, 128, 256)
             and self.k >= 16 * self.num_warps
-            and self.k * self.c * self.taps <= 128 * 32 * self.num_warps
+            and self.k * self.c * self.taps <= _ACCUMULATORS * 32 * self.num_warps
             and operands + _SLACK_BYTES <= target.shared_bytes
         )
 
@@ -162,14 +188,14 @@ class WgradConfig:
         return cdiv(conv.k, self.k) * cdiv(conv.c, self.c) * cdiv(conv.taps, self.taps)
 
     def parts(self, conv: ConvProblem, target: Target) -> int:
-        """Shares of the pixels: as many as fill the multiprocessors `rounds` times, none of them empty."""
+        """Into how many parts the pixels are split; none is empty."""
         boxes = box_count(conv.n, conv.oh, conv.ow, box_of(conv.n, conv.oh, conv.ow, WGRAD_PIXELS))
         wanted = max(1, min(boxes, target.sm_count * self.rounds // self.tiles(conv)))
         return cdiv(boxes, cdiv(boxes, wanted))
 
 
 def tile_configs(reduced: int, out: int, size: int, target: Target) -> tuple[Config, ...]:
-    """What is worth timing, the likeliest first: 128 x 128 won most of the DDPM network's layers on an H200."""
+    """What is worth timing, the likeliest first: 128 x 128 won most layers of the DDPM network in the H200's tables."""
     sizes = ((128, 128, 4, 4), (128, 256, 4, 8), (256, 128, 4, 8), (128, 128, 5, 8), (64, 128, 6, 4), (64, 256, 4, 4))
     sizes += ((256, 128, 3, 8), (128, 64, 6, 4), (256, 64, 4, 8), (64, 64, 8, 4), (128, 32, 6, 4), (64, 32, 8, 4))
     widest, step = max(32, next_power_of_2(out)), step_of(reduced, size)
@@ -178,8 +204,10 @@ def tile_configs(reduced: int, out: int, size: int, target: Target) -> tuple[Con
 
 
 def wgrad_configs(conv: ConvProblem, size: int, target: Target) -> tuple[WgradConfig, ...]:
+    """What is worth timing, the likeliest first."""
     sizes = ((128, 128, 1, 6, 4), (256, 128, 1, 4, 8), (128, 256, 1, 4, 8), (128, 128, 2, 4, 8), (64, 128, 1, 6, 4))
     sizes += ((128, 64, 1, 6, 4), (128, 64, 2, 6, 4), (64, 64, 1, 8, 4), (64, 64, 2, 6, 4), (64, 32, 2, 6, 4))
+    sizes += ((64, 32, 1, 8, 4),)
     tallest, widest = max(64, next_power_of_2(conv.k)), max(32, next_power_of_2(conv.c))
     configs = (WgradConfig(*numbers, rounds) for rounds, numbers in product((1, 2), sizes))
     fit = (c for c in configs if c.k <= tallest and c.c <= widest and c.taps <= conv.taps)
@@ -187,12 +215,15 @@ def wgrad_configs(conv: ConvProblem, size: int, target: Target) -> tuple[WgradCo
 
 
 def step_of(reduced: int, size: int) -> int:
-    """Channels reduced a step: a row of shared memory, or fewer where there are not as many, but an instruction's."""
+    """Channels reduced at a time: a row of shared memory or, of fewer channels, whole instructions."""
     return min(_ROW_BYTES // size, max(_INSTRUCTION_BYTES // size, next_power_of_2(reduced)))
 
 
 def box_of(n: int, h: int, w: int, pixels: int) -> tuple[int, int, int]:
-    """(images, rows, columns) of the box of so many pixels that covers a map in the fewest boxes, then least edge."""
+    """(images, rows, columns) of the box of so many pixels that covers a map in the fewest boxes.
+
+    Of several the one with the fewest pixels beside its edges: what it reads there, a neighbour reads too.
+    """
     return min(_boxes(n, pixels), key=lambda box: (box_count(n, h, w, box), box[0] * (box[1] + 2) * (box[2] + 2)))
 
 
@@ -201,16 +232,15 @@ def box_count(n: int, h: int, w: int, box: tuple[int, int, int]) -> int:
 
 
 def _boxes(n: int, pixels: int) -> Iterator[tuple[int, int, int]]:
-    sides = [2**i for i in range(pixels.bit_length()) if 2**i <= _LARGEST_SIDE]
-    # more images than there are waste a box, but a map of few pixels leaves no other
-    most = max(next_power_of_2(n), 1)
+    sides = [2**i for i in range(pixels.bit_length())]
     for h, w in product(sides, sides):
-        if h * w <= pixels and (pixels // (h * w) <= most or h * w == pixels):
+        # not of more images than there are: a box of a small map reaches beyond its rows and columns instead
+        if h * w <= pixels and pixels // (h * w) <= next_power_of_2(n):
             yield pixels // (h * w), h, w
 
 
 def map_of(tensor: Tensor, box: tuple[int, int, int], channels: int) -> TensorDescriptor:
-    """The tensor map of a map [N, C, H, W], with the axes [N, H, W, C]."""
+    """The tensor map of a feature map [N, C, H, W], with the axes [N, H, W, C]."""
     n, c, h, w = tensor.shape
     pitch = pixel_pitch(tensor) or c
     return _descriptor(tensor, [n, h, w, c], [h * w * pitch, w * pitch, pitch, 1], [*box, channels])

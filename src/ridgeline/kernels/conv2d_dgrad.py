@@ -1,4 +1,4 @@
-"""dx = the gradient of conv2d's input, NHWC, stride 1, from dy and the weight: the forward kernel, taps backward.
+"""dx = the gradient of conv2d's input, NHWC, stride 1, from dy and weight: the forward kernel, taps backward. sm_90.
 
 dy      [N, K, HO, WO]  channels_last, or a channel slice of it; fp16, bf16
 weight  [K, C, R, S]    channels_last; dtype of dy
@@ -7,8 +7,8 @@ padding                 (rows, columns) of zeros on each side of x, less than R 
 
 C and K are multiples of 8. Accumulates in fp32 and rounds once. Raises ValueError or TypeError for anything else.
 
-wgmma reads the weight [K, R S, C] with its channels along the output, so that no transposed copy of it is made.
-Written for wgmma alone: elsewhere PyTorch's kernel is the rival that wins, see `conv2d_fprop.choice`.
+The GEMM is [N H W, R S K] x [R S K, C]. wgmma reads 16-bit operands with either dimension adjacent, so the weight needs
+no transposed copy.
 """
 
 from __future__ import annotations
@@ -22,19 +22,9 @@ from torch import Tensor
 from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem, conv_input_grad
 from ridgeline.kernels._conv2d_gluon import conv2d_gluon_kernel
-from ridgeline.kernels._conv2d_pass import (
-    DTYPES,
-    Config,
-    Pass,
-    box_count,
-    box_of,
-    map_of,
-    pass_of,
-    step_of,
-    tile_configs,
-    weight_map,
-)
-from ridgeline.kernels._nhwc import cdiv, empty_nhwc, random_nhwc
+from ridgeline.kernels._conv2d_launch import Product
+from ridgeline.kernels._conv2d_pass import DTYPES, Config, Pass, pass_of, tile_configs
+from ridgeline.kernels._nhwc import empty_nhwc, random_nhwc
 from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
 
 
@@ -52,8 +42,8 @@ def cost(dy: Tensor, weight: Tensor, *, padding: Sequence[int]) -> Cost:
 
 
 def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
-    conv, dy = _pass(**arguments).conv, arguments["dy"]
-    return tile_configs(conv.k, conv.c, dy.element_size(), target or target_of(dy))
+    dy, weight = arguments["dy"], arguments["weight"]
+    return tile_configs(weight.shape[0], weight.shape[1], dy.element_size(), target or target_of(dy))
 
 
 def plan(
@@ -61,42 +51,13 @@ def plan(
 ) -> Launch:
     """The launch for one call. Runs nothing."""
     one = _pass(dy, weight, padding)
-    one.check(maps={"dy": dy}, weight=weight)
-    conv, target, size = one.conv, target or target_of(dy), dy.element_size()
-    step, (r, s) = step_of(conv.k, size), conv.filter
+    one.check_maps(DTYPES, dy=dy)
+    one.check_weight(weight, dy.dtype)
+    product, target = Product(one, dy, weight, empty_nhwc(one.x_shape, dy), dgrad=True), target or target_of(dy)
     if config is None:
         arguments = {"dy": dy, "weight": weight, "padding": padding}
-        config = tuned_config(OP, Config, lambda c: c.is_valid(size, step, target), **arguments)
-        config = config or next(iter(tile_configs(conv.k, conv.c, size, target)), None)
-    if config is None or not config.is_valid(size, step, target):
-        one.refuse(f"{config} is not valid for {conv} on {target.arch}")
-    dx = empty_nhwc(one.x_shape, dy)
-    n, c, h, w = one.x_shape
-    box, pieces = box_of(n, h, w, config.pixels), config.pieces(size, step, target)
-    tiles = box_count(n, h, w, box) * cdiv(c, config.channels)
-    return Launch(
-        kernel=conv2d_gluon_kernel,
-        grid=(min(tiles, target.sm_count),),
-        arguments={
-            "x_desc": map_of(dy, box, step),
-            "weight_desc": weight_map(weight, (step, 1, config.channels)),
-            "y_desc": map_of(dx, box, config.channels // pieces),
-            "scale_ptr": None,
-            "bias_ptr": None,
-            "images": n,
-            "H": h,
-            "W": w,
-        },
-        constants={
-            "REDUCED": conv.k, "OUT": conv.c, "R": r, "S": s,
-            "TOP": r - 1 - one.padding[0], "LEFT": s - 1 - one.padding[1], "DGRAD": True,
-            "BOX_N": box[0], "BOX_H": box[1], "BOX_W": box[2], "BLOCK_N": config.channels, "BLOCK_K": step,
-            "STAGES": config.stages, "PIECES": pieces,
-        },
-        num_warps=config.num_warps,
-        num_stages=1,
-        output=dx,
-    )  # fmt: skip
+        config = tuned_config(OP, Config, lambda c: product.is_valid(c, target), **arguments)
+    return product.launch(conv2d_gluon_kernel, config, target)
 
 
 def rival(dy: Tensor, weight: Tensor, *, padding: Sequence[int]) -> Callable[[], Tensor]:

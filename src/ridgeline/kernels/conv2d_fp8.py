@@ -8,7 +8,7 @@ y       [N, K, HO, WO]  bf16, channels_last
 padding                 (rows, columns) of zeros on each side of x, less than R and S
 
 C is a multiple of 16, K of 8. Sums in the tensor cores' own accumulator, which keeps some 14 bits and cuts the rest off
-(`eps`); rounded once. Raises ValueError or TypeError for anything else.
+(`eps`), and rounds once. Raises ValueError or TypeError for anything else.
 
 wgmma wants both FP8 operands with the reduced dimension adjacent. So the gradient of x is this op, on
 `for_dgrad(weight)` with the padding R - 1 - p: the weight transposed and its taps backward.
@@ -24,24 +24,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ridgeline.cost import Cost
-from ridgeline.cost.conv import ConvProblem, conv_forward
+from ridgeline.cost.conv import conv_forward
 from ridgeline.kernels._conv2d_gluon import conv2d_gluon_kernel
-from ridgeline.kernels._conv2d_pass import (
-    Config,
-    Pass,
-    box_count,
-    box_of,
-    map_of,
-    pass_of,
-    step_of,
-    tile_configs,
-    weight_map,
-)
-from ridgeline.kernels._nhwc import cdiv, random_nhwc
+from ridgeline.kernels._conv2d_launch import Product
+from ridgeline.kernels._conv2d_pass import Config, Pass, forward_pass, tile_configs
+from ridgeline.kernels._nhwc import random_nhwc
 from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
 from ridgeline.numerics import BF16_EPS
 
-_CUT = 2.0**-13  # of Hopper's FP8 sums: measured by DeepGEMM's authors and others
+_CUT = 2.0**-13  # the last bit that Hopper's FP8 sums keep: DeepSeek-V3's technical report, section 3.3.2
 OPERANDS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -68,7 +59,7 @@ def cost(
 
 
 def eps(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, padding: Sequence[int]) -> float:  # noqa: ARG001
-    """Rounding to bf16, and one bit in 14 cut off the sum for each 32 products added, at worst all to one side."""
+    """Rounding to bf16, and what an instruction, 32 products, cuts off the sum, at worst always to one side."""
     return BF16_EPS + weight[0].numel() / 32 * _CUT
 
 
@@ -83,45 +74,17 @@ def plan(
 ) -> Launch:  # fmt: skip
     """The launch for one call. Runs nothing."""
     one = _pass(x, weight, padding)
-    one.check(maps={"x": x}, weight=weight, dtypes=OPERANDS, weight_dtype=torch.float8_e4m3fn)
-    conv, target, size = one.conv, target or target_of(x), x.element_size()
+    one.check_maps(OPERANDS, x=x)
+    one.check_weight(weight, torch.float8_e4m3fn)
+    one.check_bias(bias, torch.bfloat16)
     if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != x.device:
         one.refuse(f"scale must be one fp32 on {x.device}, got {scale.dtype} of shape {tuple(scale.shape)}", TypeError)
-    if bias is not None and (tuple(bias.shape) != (conv.k,) or bias.dtype not in (torch.float32, torch.bfloat16)):
-        one.refuse(f"bias must be fp32 or bf16 of shape {(conv.k,)}, got {bias.dtype} {tuple(bias.shape)}")
-    step, (r, s) = step_of(conv.c, size), conv.filter
+    y = torch.empty(one.y_shape, dtype=torch.bfloat16, device=x.device, memory_format=torch.channels_last)
+    product, target = Product(one, x, weight, y, scale, bias), target or target_of(x)
     if config is None:
         arguments = {"x": x, "weight": weight, "scale": scale, "bias": bias, "padding": padding}
-        config = tuned_config(OP, Config, lambda c: c.is_valid(size, step, target), **arguments)
-        config = config or next(iter(tile_configs(conv.c, conv.k, size, target)), None)
-    if config is None or not config.is_valid(size, step, target):
-        one.refuse(f"{config} is not valid for {conv} on {target.arch}")
-    y = torch.empty(one.y_shape, dtype=torch.bfloat16, device=x.device, memory_format=torch.channels_last)
-    box, pieces = box_of(conv.n, conv.oh, conv.ow, config.pixels), config.pieces(size, step, target)
-    tiles = box_count(conv.n, conv.oh, conv.ow, box) * cdiv(conv.k, config.channels)
-    return Launch(
-        kernel=conv2d_gluon_kernel,
-        grid=(min(tiles, target.sm_count),),
-        arguments={
-            "x_desc": map_of(x, box, step),
-            "weight_desc": weight_map(weight, (config.channels, 1, step)),
-            "y_desc": map_of(y, box, config.channels // pieces),
-            "scale_ptr": scale,
-            "bias_ptr": bias,
-            "images": conv.n,
-            "H": conv.oh,
-            "W": conv.ow,
-        },
-        constants={
-            "REDUCED": conv.c, "OUT": conv.k, "R": r, "S": s,
-            "TOP": one.padding[0], "LEFT": one.padding[1], "DGRAD": False,
-            "BOX_N": box[0], "BOX_H": box[1], "BOX_W": box[2], "BLOCK_N": config.channels, "BLOCK_K": step,
-            "STAGES": config.stages, "PIECES": pieces,
-        },
-        num_warps=config.num_warps,
-        num_stages=1,
-        output=y,
-    )  # fmt: skip
+        config = tuned_config(OP, Config, lambda c: product.is_valid(c, target), **arguments)
+    return product.launch(conv2d_gluon_kernel, config, target)
 
 
 def conv2d_fp8(
@@ -131,13 +94,7 @@ def conv2d_fp8(
 
 
 def _pass(x: Tensor, weight: Tensor, padding: Sequence[int]) -> Pass:
-    k, c, *filter_size = weight.shape
-    n, channels, *image = x.shape
-    conv = ConvProblem(n, c, k, tuple(image), tuple(filter_size), padding=tuple(padding))
-    one = pass_of("conv2d_fp8", conv, x.dtype)
-    if channels != c:
-        one.refuse(f"weight {tuple(weight.shape)} must have the {channels} channels of x: groups must be 1")
-    return one
+    return forward_pass("conv2d_fp8", x, weight, padding)
 
 
 def fp8_sample(

@@ -1,4 +1,4 @@
-"""y = conv2d(x, weight) + bias, NHWC, stride 1, and its gradients, by the kernels for sm_90 that beat cuDNN there.
+"""y = conv2d(x, weight) + bias, NHWC, stride 1, for training. sm_90.
 
 x       [N, C, H, W]    channels_last, or a channel slice of it; fp16, bf16
 weight  [K, C, R, S]    channels_last; dtype of x
@@ -8,8 +8,8 @@ padding                 (rows, columns) of zeros on each side of x, less than R 
 
 C and K are multiples of 8. Accumulates in fp32 and rounds once. Raises ValueError or TypeError for anything else.
 
-Gradients come from conv2d_dgrad and conv2d_wgrad, or from PyTorch where its kernel is faster: `choice` is what `tune`
-measured of each pass. The GEMM is [N HO WO, R S C] x [R S C, K]; see _conv2d_gluon for how it runs.
+Gradients come from conv2d_dgrad and conv2d_wgrad where `tune` found them no slower than PyTorch's kernels, else from
+those: see `choice`. The GEMM is [N HO WO, R S C] x [R S C, K]; _conv2d_gluon says how it runs.
 """
 
 from __future__ import annotations
@@ -23,22 +23,12 @@ from torch import Tensor
 
 from ridgeline import tuned
 from ridgeline.cost import Cost
-from ridgeline.cost.conv import ConvProblem, conv_forward
+from ridgeline.cost.conv import conv_forward
 from ridgeline.kernels import conv2d_dgrad, conv2d_wgrad
 from ridgeline.kernels._conv2d_gluon import conv2d_gluon_kernel
-from ridgeline.kernels._conv2d_pass import (
-    DTYPES,
-    Config,
-    Pass,
-    box_count,
-    box_of,
-    map_of,
-    pass_of,
-    step_of,
-    tile_configs,
-    weight_map,
-)
-from ridgeline.kernels._nhwc import cdiv, empty_nhwc, random_nhwc
+from ridgeline.kernels._conv2d_launch import Product
+from ridgeline.kernels._conv2d_pass import DTYPES, Config, Pass, forward_pass, tile_configs
+from ridgeline.kernels._nhwc import empty_nhwc, random_nhwc
 from ridgeline.kernels._op import (
     RIVAL,
     Autograd,
@@ -74,43 +64,14 @@ def plan(
 ) -> Launch:  # fmt: skip
     """The launch for one call. Runs nothing."""
     one = _pass(x, weight, padding)
-    one.check(maps={"x": x}, weight=weight)
-    conv, target, size = one.conv, target or target_of(x), x.element_size()
-    if bias is not None and (tuple(bias.shape) != (conv.k,) or bias.dtype not in (torch.float32, x.dtype)):
-        one.refuse(f"bias must be fp32 or {x.dtype} of shape {(conv.k,)}, got {bias.dtype} {tuple(bias.shape)}")
-    step, (r, s) = step_of(conv.c, size), conv.filter
+    one.check_maps(DTYPES, x=x)
+    one.check_weight(weight, x.dtype)
+    one.check_bias(bias, x.dtype)
+    product, target = Product(one, x, weight, empty_nhwc(one.y_shape, x), bias=bias), target or target_of(x)
     if config is None:
         arguments = {"x": x, "weight": weight, "bias": bias, "padding": padding}
-        config = tuned_config(OP, Config, lambda c: c.is_valid(size, step, target), **arguments)
-        config = config or next(iter(tile_configs(conv.c, conv.k, size, target)), None)
-    if config is None or not config.is_valid(size, step, target):
-        one.refuse(f"{config} is not valid for {conv} on {target.arch}")
-    y = empty_nhwc(one.y_shape, x)
-    box, pieces = box_of(conv.n, conv.oh, conv.ow, config.pixels), config.pieces(size, step, target)
-    tiles = box_count(conv.n, conv.oh, conv.ow, box) * cdiv(conv.k, config.channels)
-    return Launch(
-        kernel=conv2d_gluon_kernel,
-        grid=(min(tiles, target.sm_count),),
-        arguments={
-            "x_desc": map_of(x, box, step),
-            "weight_desc": weight_map(weight, (config.channels, 1, step)),
-            "y_desc": map_of(y, box, config.channels // pieces),
-            "scale_ptr": None,
-            "bias_ptr": bias,
-            "images": conv.n,
-            "H": conv.oh,
-            "W": conv.ow,
-        },
-        constants={
-            "REDUCED": conv.c, "OUT": conv.k, "R": r, "S": s,
-            "TOP": one.padding[0], "LEFT": one.padding[1], "DGRAD": False,
-            "BOX_N": box[0], "BOX_H": box[1], "BOX_W": box[2], "BLOCK_N": config.channels, "BLOCK_K": step,
-            "STAGES": config.stages, "PIECES": pieces,
-        },
-        num_warps=config.num_warps,
-        num_stages=1,
-        output=y,
-    )  # fmt: skip
+        config = tuned_config(OP, Config, lambda c: product.is_valid(c, target), **arguments)
+    return product.launch(conv2d_gluon_kernel, config, target)
 
 
 def rival(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, padding: Sequence[int]) -> Callable[[], Tensor]:
@@ -118,7 +79,7 @@ def rival(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, padding: Seq
 
 
 def choice(x: Tensor, weight: Tensor, padding: Sequence[int]) -> dict[str, tuple[tuned.Row, bool]]:
-    """What tables say of each pass of a convolution: the row, and whether the kernel here beats PyTorch's.
+    """The tables' row of each pass of a convolution, and whether the kernel here is no slower than PyTorch's.
 
     By "fprop", "dgrad", "wgrad"; a pass that was not tuned on the GPU of x is missing. Tensors may be fake.
     """
@@ -173,13 +134,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _pass(x: Tensor, weight: Tensor, padding: Sequence[int]) -> Pass:
-    k, c, *filter_size = weight.shape
-    n, channels, *image = x.shape
-    conv = ConvProblem(n, c, k, tuple(image), tuple(filter_size), padding=tuple(padding))
-    one = pass_of("conv2d_fprop", conv, x.dtype)
-    if channels != c:
-        one.refuse(f"weight {tuple(weight.shape)} must have the {channels} channels of x: groups must be 1")
-    return one
+    return forward_pass("conv2d_fprop", x, weight, padding)
 
 
 def fprop_sample(

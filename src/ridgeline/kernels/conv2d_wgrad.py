@@ -9,8 +9,7 @@ padding               (rows, columns) of zeros on each side of x, less than R an
 C and K are multiples of 8. Accumulates in fp32; the parts into which the pixels are split are added in a fixed order
 and rounded once, so that equal calls give equal bits. Raises ValueError or TypeError for anything else.
 
-The GEMM is [K, pixels] x [pixels, C] for each tap. Written for wgmma alone: elsewhere PyTorch's kernel is the rival
-that wins, see `conv2d_fprop.choice`.
+The GEMM is [K, N HO WO] x [N HO WO, C] for each tap.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def plan(
 ) -> Launch:  # fmt: skip
     """The two launches for one call. Runs nothing."""
     one = _pass(dy, x, kernel_size, padding)
-    one.check(maps={"x": x, "dy": dy})
+    one.check_maps(DTYPES, dy=dy, x=x)
     conv, target, size = one.conv, target or target_of(x), x.element_size()
     if config is None:
         arguments = {"dy": dy, "x": x, "kernel_size": kernel_size, "padding": padding}
@@ -154,6 +153,7 @@ SAMPLES = (
     wgrad_sample("odd map, channels beside the tiles", (3, 72, 7, 13), (40, 3, 3)),
     wgrad_sample("filters that are not square, one image", (1, 64, 9, 5), (96, 1, 5)),
     wgrad_sample("a map smaller than a box", (2, 16, 3, 2), (8, 3, 3)),
+    wgrad_sample("fewer channels than a tile, one tap", (2, 8, 6, 5), (200, 1, 1)),
 )
 
 OP = define(
