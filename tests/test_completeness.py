@@ -1,6 +1,7 @@
 """A trace that lacks part of the GPU's work is refused before anything is concluded from it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,7 +93,7 @@ def test_a_launch_cut_off_or_captured_is_no_loss(trace: Trace) -> None:
     assert check(trace, None) is None
 
 
-def waiting(*, kept: slice = slice(None), late_us: float = 900.0, steps: int = 4) -> Trace:
+def waiting(*, kept: slice = slice(None), late_us: float = 840.0, steps: int = 4) -> Trace:
     """Steps of a graph of ten 10 µs kernels and one kernel by itself, 1 ms apart; the host launches both `late_us` in.
 
     `kept` are the graph's kernels that the profiler saw.
@@ -104,8 +105,8 @@ def waiting(*, kept: slice = slice(None), late_us: float = 900.0, steps: int = 4
         ranges.append(Range(10_000 + step, f"ProfilerStep#{step}", begin_s, 1e-3, 1))
         launches.append(Launch(alone, "cudaLaunchKernel", launched_s, 2e-6, 1, alone))
         launches.append(Launch(graph, "cudaGraphLaunch", launched_s + 2e-6, 2e-6, 1, graph))
-        # it takes 60 µs, so that all of the graph is launched long before it begins
-        activities.append(Activity(100 * alone, "kernel", "k", launched_s + 4e-6, 61e-6, 0, 7, alone))
+        # it takes 121 µs, so that all of the graph is launched long before it begins
+        activities.append(Activity(100 * alone, "kernel", "k", launched_s + 4e-6, 121e-6, 0, 7, alone))
         starts = [begin_s + 0.97e-3 + i * 11e-6 for i in range(10)]
         activities += [Activity(100 * graph, "kernel", "k", start_s, 10e-6, 0, 7, graph) for start_s in starts[kept]]
     return Trace("waits.json", "kineto", (), tuple(activities), launches=tuple(launches), ranges=tuple(ranges))
@@ -121,6 +122,15 @@ def test_a_step_that_waits_for_its_host_may_take_any_time(timed_us: float) -> No
 def test_kernels_are_missed_where_the_host_was_not_late(kept: slice) -> None:
     with pytest.raises(EnvironmentUnusable, match=r"of GPU work and .* of pauses in the trace, and 5\.02 ms by events"):
         check(waiting(kept=kept), 5.02e-3)
+
+
+def test_a_step_whose_work_is_a_graphs_is_held_to_its_time() -> None:
+    """A graph's last kernels would go unseen in the wait for the next launch."""
+    trace = waiting()
+    graphs = [activity for activity in trace.activities if activity.correlation % 2 == 0]
+    launches = [launch for launch in trace.launches if launch.name == "cudaGraphLaunch"]
+    with pytest.raises(EnvironmentUnusable, match="kernels are missing"):
+        check(replace(trace, activities=tuple(graphs), launches=tuple(launches)), 5.02e-3)
 
 
 def test_a_step_that_no_other_follows_is_held_to_its_time() -> None:

@@ -76,6 +76,7 @@ def toy(*proposed: Config, name: str = "toy", rival: Any = None) -> Any:
         reference=lambda x: x * 2,
         cost=lambda x: Cost(flops=x.numel(), read_bytes=x.nbytes, write_bytes=x.nbytes, pipe="cuda_fp32"),
         error_factor=2.0,
+        eps=None,
         launcher=SimpleNamespace(
             plan=plan,
             candidates=lambda target=None, **_: (Config(16), *proposed),

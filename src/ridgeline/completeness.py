@@ -78,6 +78,7 @@ class _Time:
     pauses_s: float  # what no missing kernel explains
     late_s: float  # of the pauses: until the host had launched what came next
     hidden_s: float  # what is left: pauses beside kernels of graphs that are too long to be pauses
+    graphs_s: float  # of the work: what graphs launched
 
 
 def _time_of(span: Span, activities: Sequence[Activity], launches: Mapping[int, Launch]) -> _Time:
@@ -100,17 +101,18 @@ def _time_of(span: Span, activities: Sequence[Activity], launches: Mapping[int, 
         pauses_s += allowed_s
         late_s += waited_s
         hidden_s += pause_s - allowed_s
-    return _Time(length(covered), pauses_s, late_s, hidden_s)
+    graphs_s = sum(each.end_s - each.start_s for each in span.activities if kernels[each.correlation] > 1)
+    return _Time(length(covered), pauses_s, late_s, hidden_s, graphs_s)
 
 
 def _is_host_bound(span: Span, time: _Time) -> bool:
     """Whether time by events is the host's, and no pause in the trace hides a kernel.
 
-    A step that no other follows ends with its last kernel, so that one which is missing there leaves no pause. Of a
-    step that another follows, a graph's last kernels could go unseen in the wait for the next launch.
+    A step that no other follows ends with its last kernel, so that one which is missing there leaves no pause. Where
+    graphs do most of the work, their last kernels could go unseen in the wait for the next launch.
     """
     noticeable_s = (1 - LEAST) * span.duration_s
-    return span.whole and time.late_s > noticeable_s >= time.hidden_s
+    return span.whole and 2 * time.graphs_s <= time.busy_s and time.late_s > noticeable_s >= time.hidden_s
 
 
 def _no_graph_without_kernels(trace: Trace) -> None:
