@@ -2,8 +2,9 @@
 
 Of the interpreter's time most went into Python objects: each sum of integers was also computed in int64 and compared
 with the bounds of int32, for an assertion that is left out unless `debug` is on, which it never is; each value got a
-tuple of sizes and a type for it; and each call of a helper looked through all of `triton.language` for what to replace.
-Here that comparison is off, types are made once for a shape, and the language is replaced once a launch.
+tuple of sizes and a type for it; sizes of operands were compared one by one; and each call of a helper looked through
+all of `triton.language` for what to replace. Here that comparison is off, types are made once for a shape, equal shapes
+are seen at once, and the language is looked through once and replaced once a launch.
 
 These are private parts of Triton, so they are replaced for the version they were read in, and any other runs as it is.
 Remove this file when that version is no longer what the constraints pin.
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import triton
 import triton.language as tl
-from triton.language import core
+from triton.language import core, semantic
 from triton.runtime import interpreter
 
 VERSION = "3.6."
@@ -31,6 +32,8 @@ def install() -> None:
     builder.options = replace(builder.options, sanitize_overflow=False)
     interpreter._get_np_dtype = _remembering_dtypes(interpreter._get_np_dtype)
     interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
+    interpreter._patch_builtin = _remembering_builtins
+    semantic.TritonSemantic.broadcast_impl_value = _sparing_equal_shapes(semantic.TritonSemantic.broadcast_impl_value)
     core.block_type.__init__ = _remembering_blocks(core.block_type.__init__)
     core.tensor.__init__ = _remembering_shapes(core.tensor.__init__)
 
@@ -70,6 +73,38 @@ def _once_a_launch(slow: Any) -> Any:
         return scope
 
     return patch
+
+
+_BUILTINS: dict[Any, dict[str, Any]] = {}
+
+
+def _remembering_builtins(package: Any, builder: Any, scope: Any) -> None:
+    """Replaces what is built in by the function behind its decorator, which only checks that it is told who calls."""
+    if package not in _BUILTINS:
+        members = {name: getattr(package, name) for name in dir(package)}
+        _BUILTINS[package] = {name: _told(f, builder) for name, f in members.items() if core.is_builtin(f)}
+    for name, function in _BUILTINS[package].items():
+        scope.set_attr(package, name, function)
+
+
+def _told(builtin: Any, builder: Any) -> Any:
+    function, caller = getattr(builtin, "__wrapped__", builtin), semantic.TritonSemantic(builder)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = caller
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _sparing_equal_shapes(slow: Any) -> Any:
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        a, b = lhs.type, rhs.type
+        if a is b or (a.is_block() and b.is_block() and a.shape.values == b.shape.values):
+            return lhs, rhs
+        return slow(self, lhs, rhs)
+
+    return broadcast
 
 
 def _remembering_blocks(slow: Any) -> Any:

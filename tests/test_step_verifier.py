@@ -236,6 +236,27 @@ def test_other_draws_of_compiled_code_are_explained():
         step_verifier._judge(nan, nan, [nan], StepLimits(), other_draws=False)
 
 
+def judged(errors, twin_errors):
+    """The verdict on one step's tensor of zeros but for `errors`, where the twin has `twin_errors`."""
+    plain, mine, twin = (
+        {"bias": torch.tensor(values), "losses": torch.ones(1)} for values in ([0.0] * len(errors), errors, twin_errors)
+    )
+    return step_verifier._judge(mine, plain, [twin], StepLimits(error_factor=1.0), other_draws=False)
+
+
+def test_few_elements_are_judged_by_their_root_mean_square():
+    """Of an RMS of 0.89 where 1 is allowed, and a maximum of 2 where the twin's is 1."""
+    errors, ones = [2.0, 0.0, 0.0, 0.0, 0.0], [1.0] * 5
+    assert judged(errors, ones).used == pytest.approx(0.8**0.5)
+    for bad in (2.3, float("nan")):
+        with pytest.raises(VerificationFailed, match="verify: bias after 1 steps"):
+            judged([bad, *errors[1:]], ones)
+    # a maximum says something from 17 elements on
+    assert judged([2.0] + [0.0] * 15, [1.0] * 16).used == 0.5
+    with pytest.raises(VerificationFailed, match=r"maximum error 2 \(allowed 1\), 17 elements"):
+        judged([2.0] + [0.0] * 16, [1.0] * 17)
+
+
 def test_refusals():
     step, model, _ = made()
     with pytest.raises(UsageError, match="at least one batch"):

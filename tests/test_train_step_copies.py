@@ -197,8 +197,8 @@ def both(rounding) -> tuple[Training, Training]:
     torch._dynamo.reset()
     made = training("always"), training("never")
     for each in made:
-        each.run([*batches(3), *batches(3, rows=3)])
-        assert (each.step.report.replays, each.step.report.eager_steps) == (5, 1)
+        each.run([*batches(2), *batches(2, rows=3)])
+        assert (each.step.report.replays, each.step.report.eager_steps) == (3, 1)
     return made
 
 
@@ -236,11 +236,8 @@ def replace_memory(each: Training) -> None:
         parameter.data = parameter.data * 0.9
 
 
-def freeze(each: Training) -> None:
+def freeze_and_evaluate(each: Training) -> None:
     each.model.down.weight.requires_grad_(False)
-
-
-def evaluate(each: Training) -> None:
     each.model.eval()
 
 
@@ -259,12 +256,11 @@ def verify(each: Training) -> None:
 CHANGES = {
     load: (4, 3),
     clamp: (4,),
-    swap_with_average: (3, 4),
+    swap_with_average: (3,),
     replace_memory: (4, 4),
     verify: (4,),
     other_betas: (4,),
-    evaluate: (4,),
-    freeze: (4, 4),
+    freeze_and_evaluate: (4, 4),
 }
 
 
@@ -277,7 +273,7 @@ def test_copies_follow_whoever_writes_weights(both):
             each.run([batches(1, rows=rows)[0] for rows in sizes])
     ours, theirs = both
     assert_same(ours, theirs)
-    assert ours.step.report.replays == theirs.step.report.replays == before + 8
+    assert ours.step.report.replays == theirs.step.report.replays == before + 7
     assert ours.step.report.optimizer.endswith("which keeps bf16 copies of 4 weights")  # one is frozen
 
 

@@ -6,7 +6,8 @@ twin whose weights are rounded once more at every step; what that changes, a cor
 
     allowed = error_factor · |twin - plain| + sqrt(N) · eps · |plain|        root mean square, and maximum, a tensor
 
-by the rule of `numerics.compare`, with the plain loop as the truth. Counts and other integers must be equal.
+by the rule of `numerics.compare`, with the plain loop as the truth; a tensor of at most 16 elements by its root mean
+square alone. Counts and other integers must be equal.
 
 A twin differs in three ways. Each weight drifts by up to one rounding of fp32 a step, every time in the same direction:
 two spellings of one formula, as p - lr·decay·p and (1 - lr·decay)·p, differ like that. The gradients are taken at
@@ -21,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,7 @@ from ridgeline.step_state import flatten, micro_batches, rebuild
 
 _FP32_EPS = torch.finfo(torch.float32).eps
 _DECAYS = ("betas", "dampening")  # of optimizers
+_FEW_ELEMENTS = 16
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,12 @@ def _compare(actual: Tensor, expected: Tensor, twins: Sequence[Tensor], steps: i
         farthest = torch.where((twin - truth).abs() > (farthest - truth).abs(), twin, farthest)
     # rates and decays are fp32 on the device, whatever the weights are
     eps = math.sqrt(steps) * max(torch.finfo(expected.dtype).eps, _FP32_EPS)
-    return compare(actual, truth, farthest, error_factor=error_factor, eps=eps)
+    verdict = compare(actual, truth, farthest, error_factor=error_factor, eps=eps)
+    if verdict.numel > _FEW_ELEMENTS:
+        return verdict
+    # the largest of a few random draws is mostly luck, and adds little: an error in one of n elements shows in the root
+    # mean square as at least 1/sqrt(n) of it
+    return replace(verdict, allowed_max=math.inf)
 
 
 def _share(part: float, whole: float) -> float:

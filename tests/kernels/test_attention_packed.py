@@ -1,4 +1,4 @@
-"""attention_packed beside float64: values, gradients, edges, machine code of both directions."""
+"""attention_packed beside float64: values, gradients, edges; its machine code is in test_machine_code_training.py."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from ridgeline.kernels._attention_packed_call import (
     attention_sample,
     default_config,
 )
-from ridgeline.kernels._op import Op, typical_target
+from ridgeline.kernels._op import typical_target
 from ridgeline.numerics import compare, to_float64
-from ridgeline.sass import compile_many, inspect
 
 FORWARD, BACKWARD = attention_packed.OP, attention_packed_backward.OP
 HAS_GPU = torch.cuda.is_available()
@@ -292,39 +291,9 @@ def test_cost_is_that_of_the_products_and_of_each_tensor_once():
     assert (backward.read_bytes, backward.write_bytes) == (5 * out + lse, 3 * out)
 
 
-# --- machine code ----------------------------------------------------------------------------------------------------
-
-CASES = (
-    ("sm_90", FORWARD, 256, "HGMMA"),
-    ("sm_90", BACKWARD, 256, "HGMMA"),
-    ("sm_89", BACKWARD, 256, "HMMA"),
-    ("sm_120", FORWARD, 64, "HMMA"),
-)
-
-
-def real_launch(op: Op, tokens: int, arch: str) -> Any:
-    sample = next(s for s in op.samples if s.real_size and s.why.startswith(f"{tokens} tokens"))
-    return op.launcher.plan(target=typical_target(arch), **sample.arguments(torch.bfloat16, "meta"))
-
-
-def test_machine_code():
-    """All products on tensor cores, nothing spilled, rows stored 16 bytes an access, keys loaded while others work."""
-    launches = [real_launch(op, tokens, arch) for arch, op, tokens, _ in CASES]
-    binaries = compile_many([launch.source(case[0]) for launch, case in zip(launches, CASES, strict=True)])
-    for case, launch, binary in zip(CASES, launches, binaries, strict=True):
-        arch, op, tokens, matrix = case
-        report = inspect(binary)
-        where = (arch, op.name, tokens)
-        assert not report.problems, (where, report.problems)
-        assert {name.split(".")[0] for name in report.matrix_instructions} == {matrix}, where
-        stored = launch.constants["BLOCK_Q"] * 64 // (32 * launch.num_warps * 8)
-        assert report.instructions["STG.E.128"] >= stored, where
-        narrow = [name for name in report.instructions if name in ("LDG.E.U16", "STG.E.U16", "STG.E.64")]
-        assert not narrow, (where, narrow)
-        assert (report.async_copies > 0) == (launch.num_stages > 1), where
-
-
 def test_the_backward_moves_every_byte_once_where_it_can():
     for tokens, arch, role in ((256, "sm_90", True), (256, "sm_89", False), (64, "sm_89", True), (16, "sm_120", True)):
-        constants = real_launch(BACKWARD, tokens, arch).constants
+        sample = next(s for s in BACKWARD.samples if s.real_size and s.why.startswith(f"{tokens} tokens"))
+        arguments = sample.arguments(torch.bfloat16, "meta")
+        constants: dict[str, Any] = dict(BACKWARD.launcher.plan(target=typical_target(arch), **arguments).constants)
         assert (constants["GROUP"] * tokens <= constants["BLOCK_Q"]) == role, (tokens, arch)

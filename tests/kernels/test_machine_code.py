@@ -1,7 +1,7 @@
 """What the kernels of YOLO26 become on GPUs that are not here.
 
 All are compiled in one child process: starting it, which imports PyTorch, takes longer than most of the compilations.
-Kernels of other networks are compiled beside their other tests.
+Those of training are in test_machine_code_training.py, or beside their other tests.
 """
 
 from __future__ import annotations

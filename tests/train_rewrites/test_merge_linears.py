@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 from graphs import targets
-from ridgeline.models.ddpm_unet import TINY, UNet
+from ridgeline.models.ddpm_unet import UNet, UNetConfig
 from ridgeline.train_backend import TrainBackend
 
 NAMES = ("merge_linears",)
@@ -40,21 +40,28 @@ def summed(model, x):
     return reduce(operator.add, (layer(x).sin().sum() for layer in model.layers))
 
 
-def trained(model, *inputs, names=NAMES):
-    """Loss and all gradients, how often each operator was called in the two graphs, and the backend."""
+def gradients(model, inputs, loss):
+    loss.backward()
+    return [loss.detach(), *(t.grad for t in (*inputs, *model.parameters()) if t.grad is not None)]
+
+
+def untouched(model, *inputs):
+    """Loss and all gradients of the module itself."""
+    return gradients(model, inputs, model(*inputs).square().sum())
+
+
+def trained(model, *inputs):
+    """The same by graphs, the products in both of them, and the sites."""
     called = Counter()
 
     def counted(graph_module, _):
         called.update(targets(graph_module))
         return make_boxed_func(graph_module)
 
-    torch._dynamo.reset()
     model.zero_grad()
-    backend = TrainBackend(names, aot_autograd(fw_compiler=counted))
+    backend = TrainBackend(NAMES, aot_autograd(fw_compiler=counted))
     loss = torch.compile(model, backend=backend, dynamic=False)(*inputs).square().sum()
-    loss.backward()
-    gradients = [t.grad for t in (*inputs, *model.parameters()) if t.grad is not None]
-    return [loss.detach(), *gradients], sum(called[name] for name in PRODUCTS), backend.sites["merge_linears"]
+    return gradients(model, inputs, loss), sum(called[name] for name in PRODUCTS), backend.sites["merge_linears"]
 
 
 def run_forward(model, *inputs):
@@ -74,10 +81,10 @@ def drawn(*shape):
 def test_equals_single_layers(shape, bias):
     torch.manual_seed(0)
     model = Layers(summed, bias=bias)
-    expected, before, _ = trained(model, drawn(*shape).requires_grad_(), names=())
-    actual, after, sites = trained(model, drawn(*shape).requires_grad_())
-    # the product, and the gradients of weight and input
-    assert (before, after, sites) == (3 * 4, 3, 3)
+    expected = untouched(model, drawn(*shape).requires_grad_())
+    actual, products, sites = trained(model, drawn(*shape).requires_grad_())
+    # the product, and the gradients of weight and input, of 4 layers
+    assert (products, sites) == (3, 3)
     assert len(actual) == 2 + 4 * (1 + bias)
     torch.testing.assert_close(actual, expected)
 
@@ -92,10 +99,10 @@ def test_layers_may_come_late_and_be_called_by_name():
 
     torch.manual_seed(0)
     model = Layers(forward)
-    expected, before, _ = trained(model, drawn(3, 8).requires_grad_(), names=())
-    actual, after, sites = trained(model, drawn(3, 8).requires_grad_())
-    # a bias that is computed comes too late
-    assert (before, after, sites) == (3 * 7, 3 * (7 - 3), 3)
+    expected = untouched(model, drawn(3, 8).requires_grad_())
+    actual, products, sites = trained(model, drawn(3, 8).requires_grad_())
+    # of 7 calls; a bias that is computed comes too late
+    assert (products, sites) == (3 * (7 - 3), 3)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -126,15 +133,16 @@ def test_autocast_casts_the_joined_operands():
     torch.manual_seed(0)
     model, x = Layers(summed), drawn(3, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        expected, before, _ = trained(model, x, names=())
-        actual, after, sites = trained(model, x)
-    assert (before, after, sites) == (2 * 4, 2, 3)
+        expected = untouched(model, x)
+        actual, products, sites = trained(model, x)
+    assert (products, sites) == (2, 3)
     # each product has few terms, which sum to the same bf16 numbers
     torch.testing.assert_close(actual, expected, rtol=2**-8, atol=2**-8)
 
 
 def test_every_projection_of_a_unet():
     torch.manual_seed(0)
-    model = UNet(TINY).to(memory_format=torch.channels_last).eval()
+    config = UNetConfig(image_size=4, channels=(8,), blocks=1, attention_resolutions=(), heads=2, groups=4)
+    model = UNet(config).to(memory_format=torch.channels_last).eval()
     blocks = sum("scale_shift.weight" in name for name, _ in model.named_parameters())
-    assert run_forward(model, drawn(2, 3, 8, 8), torch.tensor([3, 700])) == blocks - 1
+    assert run_forward(model, drawn(2, 3, 4, 4), torch.tensor([3, 700])) == blocks - 1
