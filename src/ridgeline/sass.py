@@ -191,7 +191,9 @@ def compile_many(sources: Sequence[KernelSource]) -> tuple[Binary, ...]:
     """Compile several kernels, with at most one child process for all of them."""
     if triton is None:
         raise EnvironmentUnusable("compiling a kernel needs Triton, which is not installed: pip install triton")
-    if all(isinstance(source.kernel, triton.runtime.JITFunction) for source in sources):
+    # Gluon's kernels are compiled ones even where the interpreter is on, which changes the language that they are in
+    interpreting = vars(triton)["knobs"].runtime.interpret
+    if not interpreting and all(isinstance(source.kernel, triton.runtime.JITFunction) for source in sources):
         return tuple(_compile(source) for source in sources)
     return _compile_in_child(sources)
 
