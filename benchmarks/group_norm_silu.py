@@ -11,11 +11,8 @@ calls, so their share can pass 100 %.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,67 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import _rows
-from kernels import CALLS, repeat, right_launches, version
-from ridgeline import units
-from ridgeline.cost import Cost
-from ridgeline.errors import RidgelineError, UsageError, VerificationFailed
-from ridgeline.kernels import Sample, group_norm_silu, group_norm_silu_backward
-from ridgeline.kernels._op import DTYPES, Op
+from _both_ways import Call, Job, main, own_calls, rows_beside_copy
+from ridgeline.errors import VerificationFailed
+from ridgeline.kernels import group_norm_silu, group_norm_silu_backward
+from ridgeline.kernels._op import DTYPES
 from ridgeline.numerics import compare, to_float64
-from ridgeline.timing import Timing, time_many
 
-COPY_BYTES = 2**30
 DIFFERENTIABLE = ("x", "gamma", "beta", "scale", "shift")
 BACKWARD = group_norm_silu_backward.OP
-
-
-@dataclass(frozen=True)
-class Job:
-    """One problem with what all of its rows share."""
-
-    sample: Sample  # of the backward; without dy its arguments are the forward's
-    dtype: str
-    arguments: dict[str, Any]
-
-    @property
-    def forward(self) -> dict[str, Any]:
-        return {name: value for name, value in self.arguments.items() if name not in ("dy", "residual")}
-
-    @property
-    def costs(self) -> dict[str, Cost]:
-        """By what is timed."""
-        forward, backward = group_norm_silu.cost(**self.forward), group_norm_silu_backward.cost(**self.arguments)
-        # autograd has no use for a residual gradient
-        alone = group_norm_silu_backward.cost(self.arguments["dy"], **self.forward)
-        return {"forward": forward, "backward": backward, "forward+backward": forward + alone}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16"])
-    parser.add_argument("--sample", default="UNet", help="only samples whose reason contains this")
-    parser.add_argument("--configs", type=int, default=1, help="tiles tried for each pass (default %(default)s: ours)")
-    parser.add_argument("--compile", action="store_true", help="also time torch.compile of the reference (slow)")
-    parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--out", type=Path, help="append rows to this JSONL file")
-    a = parser.parse_args()
-    try:
-        where = _rows.machine()
-        samples = [s for s in BACKWARD.samples if s.real_size and a.sample in s.why]
-        if not samples:
-            raise UsageError(f"no sample of real size has {a.sample!r} in its reason")
-        rows = []
-        for dtype in a.dtype:
-            for sample in samples:
-                job = Job(sample, dtype, sample.arguments(DTYPES[dtype], "cuda"))
-                rows += bench(job, where, configs=a.configs, compiled=a.compile, repeats=a.repeats)
-    except RidgelineError as error:
-        print(f"benchmarks/group_norm_silu.py: {error}", file=sys.stderr)
-        return error.exit_code
-    if a.out:
-        _rows.append(a.out, rows)
-        print(f"{len(rows)} rows appended to {a.out}", file=sys.stderr)
-    return 0
 
 
 def bench(job: Job, where: _rows.Machine, *, configs: int, compiled: bool, repeats: int) -> list[_rows.Row]:
@@ -93,73 +37,21 @@ def bench(job: Job, where: _rows.Machine, *, configs: int, compiled: bool, repea
         torch.compiler.reset()
         rivals["torch.compile"] = torch.compile(plain, mode="max-autotune-no-cudagraphs")
     check(job)
-    both = {**rivals, "ridgeline": group_norm_silu.OP}
-    # (what is timed, stack, recipe, config) by the name under which it is timed
-    rows_of: dict[str, tuple[str, str, str, Any]] = {}
-    calls: dict[str, Callable[[], Any]] = {}
-
-    def add(what: str, stack: str, recipe: str, call: Callable[[], Any], config: Any = None) -> None:
-        name = f"{what} {stack} {recipe} {config}"
-        rows_of[name], calls[name] = (what, stack, recipe, config), repeat(call).replay
-
-    for stack, call in rivals.items():
-        add("forward", stack, recipe_of(stack), lambda call=call: call(**job.forward))
-    for what, op, arguments in (("forward", group_norm_silu.OP, job.forward), ("backward", BACKWARD, job.arguments)):
-        for index, (config, launch) in enumerate(own_launches(op, arguments, configs)):
-            add(what, "ridgeline", "config" if index else "default", launch.run, config)
-    for stack, call in both.items():
-        add("forward+backward", stack, recipe_of(stack), gradients_of(call, job))
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    calls["copy"] = repeat(lambda: target.copy_(source)).replay
-    timings = time_many(calls, repeats=repeats)
-    copy_rate = 2 * COPY_BYTES * CALLS / timings["copy"].median_s
-    # the README's table takes a stack's last row, so the fastest comes last
-    ordered = sorted(rows_of, key=lambda name: (rows_of[name][:2], -timings[name].median_s))
-    print(f"{job.dtype} {job.sample.why}, copy {units.bandwidth(copy_rate)}")
-    return [row(job, where, *rows_of[name], timing=timings[name], copy_rate=copy_rate) for name in ordered]
+    forward = forward_of(job)
+    calls = [Call("forward", stack, recipe_of(stack), lambda f=f: f(**forward)) for stack, f in rivals.items()]
+    calls += own_calls("forward", group_norm_silu.OP, forward, configs)
+    calls += own_calls("backward", BACKWARD, job.arguments, configs)
+    for stack, call in {**rivals, "ridgeline": group_norm_silu.OP}.items():
+        calls.append(Call("forward+backward", stack, recipe_of(stack), gradients_of(call, job)))
+    costs = {"forward": group_norm_silu.cost(**forward), "backward": BACKWARD.cost(**job.arguments)}
+    # autograd has no use for a residual gradient
+    costs["forward+backward"] = costs["forward"] + BACKWARD.cost(job.arguments["dy"], **forward)
+    batch = job.arguments["x"].shape[0]
+    return rows_beside_copy(job, calls, costs, where, subject="kernel:group_norm_silu", batch=batch, repeats=repeats)
 
 
-def row(
-    job: Job,
-    where: _rows.Machine,
-    what: str,
-    stack: str,
-    recipe: str,
-    config: Any,
-    *,
-    timing: Timing,
-    copy_rate: float,
-) -> _rows.Row:
-    cost = job.costs[what]
-    rate = cost.bytes * CALLS / timing.median_s
-    print(
-        f"  {what:<16} {stack:<13} {recipe:<13} {units.seconds(timing.median_s / CALLS):>9} "
-        f"{units.bandwidth(rate):>10} {units.percent(rate / copy_rate):>6} of copy  {config or ''}",
-        flush=True,
-    )
-    return _rows.row(
-        where,
-        timing,
-        calls=CALLS,
-        subject="kernel:group_norm_silu",
-        stack=stack,
-        recipe=recipe,
-        dtype=job.dtype,
-        batch=job.arguments["x"].shape[0],
-        shape=job.sample.why,
-        region=what,
-        stack_version=version(stack),
-        extra={
-            "flops": cost.flops,
-            "bytes": cost.bytes,
-            "bytes_per_s": rate,
-            "copy_rate": copy_rate,
-            "share_of_copy": rate / copy_rate,
-            "calls_per_graph": CALLS,
-            "config": None if config is None else asdict(config),
-        },
-    )
+def forward_of(job: Job) -> dict[str, Any]:
+    return job.without("dy", "residual")
 
 
 def plain(*, p: float = 0.0, **arguments: Any) -> Tensor:
@@ -172,19 +64,11 @@ def recipe_of(stack: str) -> str:
     return {"eager": "channels_last", "torch.compile": "max-autotune"}.get(stack, "default")
 
 
-def own_launches(op: Op, arguments: dict[str, Any], configs: int) -> list[tuple[Any, Any]]:
-    """Those of the first `configs` configs whose result is right; the default must be."""
-    found = list(right_launches(op, arguments, configs, eps=None))
-    default = op.launcher.candidates(**arguments)[0]
-    if not found or found[0][0] != default:
-        raise VerificationFailed(f"{op.name}: the default {default} is wrong or does not build")
-    return found
-
-
 def gradients_of(call: Callable[..., Tensor], job: Job) -> Callable[[], tuple[Tensor, ...]]:
     """Forward and backward by autograd, as a training step runs them."""
-    named = {name: job.forward[name].detach().requires_grad_() for name in DIFFERENTIABLE if name in job.forward}
-    arguments = {**job.forward, **named}
+    forward = forward_of(job)
+    named = {name: forward[name].detach().requires_grad_() for name in DIFFERENTIABLE if name in forward}
+    arguments = {**forward, **named}
 
     def run() -> tuple[Tensor, ...]:
         with torch.enable_grad():
@@ -206,4 +90,4 @@ def check(job: Job) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("group_norm_silu.py", __doc__, BACKWARD, bench, dtypes=tuple(DTYPES), sample="UNet"))

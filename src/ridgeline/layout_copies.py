@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ridgeline.train_rewrites._match import is_channels_last
+
 _ATEN = torch.ops.aten
 # operands that a convolution copies where they are not dense in its own order, by their position; input and weight,
 # which decide what that order is, come last
@@ -78,22 +80,18 @@ def _of_convolution(node: fx.Node) -> Iterator[LayoutCopy]:
     operands = {name: _map(node.args[position]) for name, position in _OPERANDS[node.target].items()}
     # cuDNN's rule: one of the two is enough
     deciding = (operands["input"], operands["weight"])
-    nhwc = any(t is not None and _is_channels_last(t) and not t.is_contiguous() for t in deciding)
+    nhwc = any(t is not None and is_channels_last(t) and not t.is_contiguous() for t in deciding)
     for name, operand in operands.items():
-        if operand is not None and not (_is_channels_last(operand) if nhwc else operand.is_contiguous()):
+        if operand is not None and not (is_channels_last(operand) if nhwc else operand.is_contiguous()):
             yield _copy(node, name, operand)
 
 
 def _changes_order(source: Tensor, result: Tensor) -> bool:
     """Whether one is NCHW and the other channels_last; what is both at once, or neither, changes nothing."""
     for a, b in ((source, result), (result, source)):
-        if a.is_contiguous() and not _is_channels_last(a) and _is_channels_last(b) and not b.is_contiguous():
+        if a.is_contiguous() and not is_channels_last(a) and is_channels_last(b) and not b.is_contiguous():
             return True
     return False
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def _map(node: Any) -> Tensor | None:

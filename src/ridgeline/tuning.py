@@ -328,15 +328,12 @@ def _device_name(x: Tensor) -> str:
 
 
 def _writing(launch: Launch, output: Tensor) -> Launch:
-    arguments = {
-        name: output
-        if value is launch.output
-        # a tensor map holds its tensor
-        else replace(value, base=output)
-        if isinstance(value, GluonDescriptor) and value.base is launch.output
-        else value
-        for name, value in launch.arguments.items()
-    }
+    def redirected(value: Any) -> Any:
+        if isinstance(value, GluonDescriptor) and value.base is launch.output:
+            return replace(value, base=output)
+        return output if value is launch.output else value
+
+    arguments = {name: redirected(value) for name, value in launch.arguments.items()}
     return replace(launch, arguments=arguments, output=output)
 
 

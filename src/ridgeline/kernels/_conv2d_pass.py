@@ -118,6 +118,16 @@ def forward_pass(name: str, x: Tensor, weight: Tensor, padding: Sequence[int]) -
     return one
 
 
+def torch_gradients(
+    dy: Tensor, x: Tensor, weight: Tensor, padding: Sequence[int], *, of_x: bool, of_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """(dx, dw) by PyTorch's own kernels, None where not asked for."""
+    dx, dw, _ = torch.ops.aten.convolution_backward(
+        dy, x, weight, None, [1, 1], list(padding), [1, 1], False, [0, 0], 1, [of_x, of_weight, False]
+    )
+    return dx, dw
+
+
 @dataclass(frozen=True)
 class Config:
     """A tile of so many pixels by channels, whose operands have room for `stages` steps.

@@ -23,17 +23,15 @@ from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem, conv_input_grad
 from ridgeline.kernels._conv2d_gluon import conv2d_gluon_kernel
 from ridgeline.kernels._conv2d_launch import Product
-from ridgeline.kernels._conv2d_pass import DTYPES, Config, Pass, pass_of, tile_configs
+from ridgeline.kernels._conv2d_pass import DTYPES, Config, Pass, pass_of, tile_configs, torch_gradients
 from ridgeline.kernels._nhwc import empty_nhwc, random_nhwc
 from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
 
 
 def reference(dy: Tensor, weight: Tensor, *, padding: Sequence[int]) -> Tensor:
     x = empty_nhwc(_pass(dy, weight, padding).x_shape, dy)
-    ones = [1, 1]
-    dx, _, _ = torch.ops.aten.convolution_backward(
-        dy, x, weight, None, ones, list(padding), ones, False, [0, 0], 1, [True, False, False]
-    )
+    dx, _ = torch_gradients(dy, x, weight, padding, of_x=True, of_weight=False)
+    assert dx is not None
     return dx
 
 

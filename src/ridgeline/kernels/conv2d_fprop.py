@@ -27,7 +27,7 @@ from ridgeline.cost.conv import conv_forward
 from ridgeline.kernels import conv2d_dgrad, conv2d_wgrad
 from ridgeline.kernels._conv2d_gluon import conv2d_gluon_kernel
 from ridgeline.kernels._conv2d_launch import Product
-from ridgeline.kernels._conv2d_pass import DTYPES, Config, Pass, forward_pass, tile_configs
+from ridgeline.kernels._conv2d_pass import DTYPES, Config, Pass, forward_pass, tile_configs, torch_gradients
 from ridgeline.kernels._nhwc import empty_nhwc, random_nhwc
 from ridgeline.kernels._op import (
     RIVAL,
@@ -94,9 +94,14 @@ def choice(x: Tensor, weight: Tensor, padding: Sequence[int]) -> dict[str, tuple
     for name, (op, arguments) in calls.items():
         row = tuned_row(op, **arguments, padding=tuple(padding))
         if row is not None:
-            theirs = row.tried.get(RIVAL)
-            found[name] = row, not isinstance(theirs, float) or row.seconds <= theirs
+            found[name] = row, row.seconds <= rival_seconds(row)
     return found
+
+
+def rival_seconds(row: tuned.Row) -> float:
+    """What PyTorch's own kernel took beside a tuned row, as `tune` timed it; the row's time where nothing was timed."""
+    theirs = row.tried.get(RIVAL)
+    return theirs if isinstance(theirs, float) else row.seconds
 
 
 def conv2d_fprop(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, padding: Sequence[int]) -> Tensor:
@@ -118,15 +123,13 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     # a gradient may come in any layout: that of a sum is one number expanded
     dy = dy.contiguous(memory_format=torch.channels_last)
     wins = {name for name, (_, ours) in choice(x, weight, padding).items() if ours}
-    theirs = [needs_x and "dgrad" not in wins, needs_weight and "wgrad" not in wins, False]
+    their_x, their_weight = needs_x and "dgrad" not in wins, needs_weight and "wgrad" not in wins
     dx = dw = None
-    if any(theirs):
-        dx, dw, _ = torch.ops.aten.convolution_backward(
-            dy, x, weight, None, [1, 1], padding, [1, 1], False, [0, 0], 1, theirs
-        )
-    if needs_x and not theirs[0]:
+    if their_x or their_weight:
+        dx, dw = torch_gradients(dy, x, weight, padding, of_x=their_x, of_weight=their_weight)
+    if needs_x and not their_x:
         dx = conv2d_dgrad.OP(dy, weight, padding=padding)
-    if needs_weight and not theirs[1]:
+    if needs_weight and not their_weight:
         dw = conv2d_wgrad.OP(dy, x, kernel_size=list(weight.shape[2:]), padding=padding)
     at_least_fp32 = torch.promote_types(dy.dtype, torch.float32)
     db = dy.sum((0, 2, 3), dtype=at_least_fp32).to(ctx.bias_dtype) if needs_bias else None

@@ -30,6 +30,7 @@ from ridgeline.kernels._conv2d_pass import (
     box_of,
     map_of,
     pass_of,
+    torch_gradients,
     wgrad_configs,
 )
 from ridgeline.kernels._conv2d_wgrad_gluon import conv2d_wgrad_gluon_kernel, wgrad_parts_kernel
@@ -42,10 +43,8 @@ _SUM_ELEMENTS = 2048  # that a program of four warps loads at once, 16 a thread
 def reference(dy: Tensor, x: Tensor, *, kernel_size: Sequence[int], padding: Sequence[int]) -> Tensor:
     shape = (dy.shape[1], x.shape[1], *kernel_size)
     weight = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    ones = [1, 1]
-    _, dw, _ = torch.ops.aten.convolution_backward(
-        dy, x, weight, None, ones, list(padding), ones, False, [0, 0], 1, [False, True, False]
-    )
+    _, dw = torch_gradients(dy, x, weight, padding, of_x=False, of_weight=True)
+    assert dw is not None
     return dw
 
 

@@ -5,7 +5,7 @@ Which pass runs where is decided by the tuned tables: `conv2d_fprop.choice`. An 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from ridgeline import units
+from ridgeline.cost.conv import ConvProblem
 from ridgeline.kernels import Op, conv2d_dgrad, conv2d_fprop, conv2d_wgrad
-from ridgeline.kernels._op import RIVAL
 from ridgeline.train_rewrites._match import calls, finish, is_channels_last, value
 
 _NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -123,29 +123,28 @@ def _sites(graph_module: fx.GraphModule) -> Iterator[_Site]:
     for node in calls(graph_module, torch.conv2d, torch.nn.functional.conv2d):
         given = {**_DEFAULTS, **dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}
         x, weight, y = value(given["input"]), value(given["weight"]), value(node)
-        if x is None or weight is None or y is None or isinstance(given["padding"], str):
+        if x is None or weight is None or y is None or x.dim() != 4 or isinstance(given["padding"], str):
             continue
-        stride, padding, dilation = (_pair(given[name]) for name in ("stride", "padding", "dilation"))
+        sizes = x.shape[0], x.shape[1], weight.shape[0], tuple(x.shape[2:]), tuple(weight.shape[2:])
+        conv = ConvProblem(*sizes, *(given[name] for name in ("stride", "padding", "dilation", "groups")))
+        top, left = conv.padding  # pyright: ignore[reportGeneralTypeIssues]
         fits = (
-            x.dim() == 4
-            and stride == dilation == (1, 1)
-            and given["groups"] == 1
+            conv.stride == conv.dilation == (1, 1)
+            and conv.groups == 1
             and y.dtype in conv2d_fprop.DTYPES
             and not (weight.shape[0] % 8 or weight.shape[1] % 8)
-            and all(p < size for p, size in zip(padding, weight.shape[2:], strict=True))
+            and all(p < size for p, size in zip((top, left), conv.filter, strict=True))
             and is_channels_last(weight)
         )
         if fits:
-            yield _Site(node, given, padding, x.to(y.dtype), weight.to(y.dtype))
+            yield _Site(node, given, (top, left), x.to(y.dtype), weight.to(y.dtype))
 
 
 def _passes(site: _Site) -> tuple[Pass, ...]:
     """Every pass that was tuned, by the faster kernel, but the first by ours: it stands for all three in the graph."""
     found = []
     for name, (row, wins) in conv2d_fprop.choice(site.x, site.weight, site.padding).items():
-        rival = row.tried.get(RIVAL)
-        rival_s = rival if isinstance(rival, float) else row.seconds
-        ours = wins or name == "fprop"
+        ours, rival_s = wins or name == "fprop", conv2d_fprop.rival_seconds(row)
         found.append(Pass(name, ours, row.seconds if ours else rival_s, rival_s))
     return tuple(found)
 
@@ -153,8 +152,3 @@ def _passes(site: _Site) -> tuple[Pass, ...]:
 def _pays(passes: tuple[Pass, ...]) -> bool:
     faster = sum(one.seconds for one in passes) < sum(one.rival_s for one in passes)
     return faster and any(one.name == "fprop" for one in passes)
-
-
-def _pair(given: int | Sequence[int]) -> tuple[int, int]:
-    pair = (given, given) if isinstance(given, int) else tuple(given) * (1 if len(given) == 2 else 2)
-    return pair  # pyright: ignore[reportReturnType]
