@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -44,8 +45,16 @@ def compile_kernels(graph_module: fx.GraphModule, device: torch.device) -> None:
     """
     threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
     with threads, triton.AsyncCompileMode(threads, ignore_errors=True):
-        for node in kernel_calls(graph_module):
-            for launch in planned(node, device):
+        _compile_each(graph_module, device)
+    # Before Python 3.11.8 and 3.12.2 two threads in `ast.parse` may fail (CPython issue 106905): one thread does what
+    # they left, and finds the rest in memory.
+    _compile_each(graph_module, device)
+
+
+def _compile_each(graph_module: fx.GraphModule, device: torch.device) -> None:
+    for node in kernel_calls(graph_module):
+        for launch in planned(node, device):
+            with contextlib.suppress(Exception):
                 launch.kernel.warmup(**launch.arguments, **launch.constants, **launch.options, grid=launch.grid)
 
 
