@@ -1,0 +1,98 @@
+"""What the kernels for wgmma compute and in what order, in plain Python: tests/gluon_interpreter.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import gluon_interpreter
+from ridgeline.kernels import FP8, PASSES, conv2d_fp8, conv2d_fprop, conv2d_wgrad, conv2d_wgrad_fp8
+from ridgeline.kernels._op import typical_target
+from ridgeline.numerics import compare, to_float64
+
+SM_90 = typical_target("sm_90")
+FORMAT = {conv2d_fp8.OP: torch.float8_e5m2, conv2d_wgrad_fp8.OP: torch.float8_e4m3fn}
+CASES = [(op, sample) for op in (*PASSES, *FP8) for sample in op.samples if not sample.real_size]
+
+
+def first_launch(op, sample, config=None, *, target=SM_90):
+    """The launch that multiplies, on the CPU; and its arguments."""
+    arguments = sample.arguments(FORMAT.get(op, torch.float16), "cpu")
+    config = config or op.launcher.candidates(target=target, **arguments)[0]
+    launch = op.launcher.plan(config=config, target=target, **arguments).parts[0]
+    launch.output.fill_(float("nan"))
+    return launch, arguments
+
+
+def result(op, launch, arguments):
+    """What the op returns, of the sums of a weight gradient too."""
+    if launch.output.dim() == 4:
+        return launch.output
+    shape = op.reference(**arguments).shape
+    k, c, r, s = shape
+    dw = launch.output.sum(0).view(k, r, s, c).permute(0, 3, 1, 2)
+    if op is conv2d_wgrad_fp8.OP:
+        dw = dw * (arguments["inverse"][arguments["dy_row"]] * arguments["inverse"][arguments["x_row"]])
+    return dw.to(torch.bfloat16 if op is conv2d_wgrad_fp8.OP else torch.float16)
+
+
+@pytest.mark.parametrize(("op", "sample"), [pytest.param(*case, id=f"{case[0].name}-{case[1].why}") for case in CASES])
+def test_every_pixel_meets_its_taps_in_every_tile(op, sample):
+    arguments = sample.arguments(FORMAT.get(op, torch.float16), "cpu")
+    configs = op.launcher.candidates(target=SM_90, **arguments)
+    exact = op.reference(**to_float64(arguments))
+    for config in (configs[0], configs[len(configs) // 2], configs[-1]):
+        launch, arguments = first_launch(op, sample, config)
+        gluon_interpreter.run(launch)
+        found = result(op, launch, arguments)
+        verdict = compare(found, exact, op.reference(**arguments), error_factor=op.error_factor, eps=1e-3)
+        assert verdict.passed, f"{config}: {verdict.reason}"
+
+
+# in one program, so that every ring goes round
+ALONE = replace(SM_90, sm_count=1)
+RINGS = (
+    (conv2d_fprop.OP, conv2d_fprop.fprop_sample("", (2, 256, 8, 8), (64, 3, 3))),
+    (conv2d_wgrad.OP, conv2d_wgrad.wgrad_sample("", (32, 16, 8, 8), (64, 1, 1))),
+    (conv2d_wgrad_fp8.OP, conv2d_wgrad_fp8.wgrad_fp8_sample("", (8, 16, 32, 32), (64, 3, 3), promote=512)),
+)
+
+
+def without(text, *, of, place=0):
+    """An edit that takes one of the lines that contain `text` out of the function `of`."""
+
+    def edit(source):
+        start = source.index(f"def {of}(")
+        lines = source[start:].splitlines(keepends=True)
+        at = [i for i, line in enumerate(lines) if text in line][place]
+        indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
+        lines[at] = f"{indent}pass\n"
+        return source[:start] + "".join(lines)
+
+    return edit
+
+
+@pytest.mark.parametrize(("op", "sample"), [pytest.param(*case, id=case[0].name) for case in RINGS])
+def test_a_buffer_that_is_not_handed_back_is_a_deadlock(op, sample, monkeypatch):
+    monkeypatch.setattr(gluon_interpreter, "DEADLOCK_S", 0.5)
+    function = "_row" if op is conv2d_wgrad_fp8.OP else "_multiply"
+    launch, _ = first_launch(op, sample, target=ALONE)
+    with pytest.raises(AssertionError, match="deadlock"):
+        gluon_interpreter.run(launch, edit=without("mbarrier.arrive(", of=function))
+
+
+@pytest.mark.parametrize(("op", "sample"), [pytest.param(*case, id=case[0].name) for case in RINGS])
+def test_a_buffer_that_is_handed_back_while_it_is_read_gives_wrong_numbers(op, sample):
+    """Without a wait for the product of the step before, its operands are overwritten."""
+    launch, arguments = first_launch(op, sample, target=ALONE)
+
+    def eager(source):
+        return source.replace("num_outstanding=1", "num_outstanding=5").replace(
+            "0 if LAST else R)", "0 if LAST else 3 * R)"
+        )
+
+    gluon_interpreter.run(launch, edit=eager)
+    exact = op.reference(**to_float64(arguments))
+    assert not compare(result(op, launch, arguments), exact, op.reference(**arguments), eps=1e-3).passed
