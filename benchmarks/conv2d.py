@@ -4,8 +4,8 @@
     python benchmarks/conv2d.py --batch 64 --dtype fp16
     python benchmarks/conv2d.py --fp8
 
-With --fp8 forward passes and gradients of maps run in FP8 instead, beside cuDNN's in bf16; the row also has the time of
-quantising the map in a pass of its own, which a step leaves to the map's producer.
+With --fp8 all passes run in FP8 instead, beside cuDNN's in bf16; the row also has the time of quantising the maps that
+the pass reads in a pass of its own, which a step leaves to their producers.
 
 Each result is checked against float64 first. Each call is captured 20 times in one CUDA graph, ours and cuDNN's (its
 benchmark mode on) interleaved. "in a step" is what the recipe runs: the faster of the two by the tuned tables. New
@@ -28,8 +28,9 @@ import _rows
 from kernels import CALLS, repeat, version
 from ridgeline import units
 from ridgeline.errors import RidgelineError, VerificationFailed
-from ridgeline.kernels import Op, conv2d_dgrad, conv2d_fp8, conv2d_fprop, quantize_fp8
+from ridgeline.kernels import Op, conv2d_dgrad, conv2d_fp8, conv2d_fprop, conv2d_wgrad_fp8, quantize_fp8
 from ridgeline.kernels._op import dtype_name, tuned_row
+from ridgeline.kernels._quads import why_not
 from ridgeline.kernels._quantize_fp8 import FORMATS
 from ridgeline.numerics import compare, to_float64
 from ridgeline.step_recipe import NAMED
@@ -43,7 +44,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--fp8", action="store_true", help="time conv2d_fp8 in place of the bf16 kernels")
+    parser.add_argument("--fp8", action="store_true", help="time the FP8 kernels in place of the bf16 ones")
     parser.add_argument("--out", type=Path, help="append rows to this JSONL file as they come")
     a = parser.parse_args()
     torch.backends.cudnn.benchmark = True
@@ -81,7 +82,7 @@ class Call:
 
 
 def passes(convolution: Convolution, *, fp8: bool) -> Iterator[Call]:
-    """All three passes; in FP8 those that have a kernel: forward, and the gradient of x."""
+    """All three passes; in FP8 those whose sizes its kernels take."""
     for op, arguments in convolution.problems():
         assert op.launcher.rival is not None
         theirs = op.launcher.rival(**arguments)
@@ -93,6 +94,8 @@ def passes(convolution: Convolution, *, fp8: bool) -> Iterator[Call]:
             turned = conv2d_fp8.for_dgrad(arguments["weight"])
             sides = zip(turned.shape[2:], arguments["padding"], strict=True)
             yield _in_fp8(arguments["dy"], turned, tuple(side - 1 - p for side, p in sides), "e5m2", theirs)
+        elif why_not(*arguments["x"].shape[2:]) is None:
+            yield _wgrad_in_fp8(arguments["dy"], arguments["x"], arguments["kernel_size"], theirs)
 
 
 def _in_fp8(
@@ -103,14 +106,34 @@ def _in_fp8(
     theirs: Callable[[], torch.Tensor],
 ) -> Call:
     """Both scaled as their largest magnitude asks for; "e5m2" is for gradients."""
-    narrow, scales = [], []
-    for tensor, name in ((x, fp8_format), (weight, "e4m3")):
-        scale = FORMATS[name].largest / tensor.abs().amax().float().reshape(1)
-        narrow.append(quantize_fp8.OP(tensor, scale, fp8_format=name)[0])
-        scales.append(scale)
-    arguments = {"x": narrow[0], "weight": narrow[1], "scale": 1 / (scales[0] * scales[1]), "padding": padding}
+    scales = [_scale(x, fp8_format), _scale(weight, "e4m3")]
+    narrow = [
+        quantize_fp8.OP(x, scales[0], fp8_format=fp8_format)[0],
+        quantize_fp8.OP(weight, scales[1], fp8_format="e4m3")[0],
+    ]
+    arguments = {"x": narrow[0], "weight": narrow[1], "inverse": 1 / torch.cat(scales), "x_row": 0, "weight_row": 1}
     launch = quantize_fp8.plan(x=x, scale=scales[0], fp8_format=fp8_format)
-    return Call(conv2d_fp8.OP, arguments, f"fp8 {fp8_format}", theirs, launch.run)
+    return Call(conv2d_fp8.OP, {**arguments, "padding": padding}, f"fp8 {fp8_format}", theirs, launch.run)
+
+
+def _wgrad_in_fp8(
+    dy: torch.Tensor, x: torch.Tensor, kernel_size: tuple[int, int], theirs: Callable[[], torch.Tensor]
+) -> Call:
+    scales = [_scale(dy, "e5m2"), _scale(x, "e4m3")]
+    made = ((dy, scales[0], "e5m2"), (x, scales[1], "e4m3"))
+    quads = [quantize_fp8.OP(map_, scale, fp8_format=name, columns=True)[1] for map_, scale, name in made]
+    launches = [quantize_fp8.plan(x=map_, scale=scale, fp8_format=name, columns=True) for map_, scale, name in made]
+    arguments = {"dy": quads[0], "x": quads[1], "inverse": 1 / torch.cat(scales), "dy_row": 0, "x_row": 1}
+
+    def quantize() -> None:
+        for launch in launches:
+            launch.run()
+
+    return Call(conv2d_wgrad_fp8.OP, {**arguments, "kernel_size": kernel_size}, "fp8 e5m2", theirs, quantize)
+
+
+def _scale(x: torch.Tensor, fp8_format: str) -> torch.Tensor:
+    return FORMATS[fp8_format].largest / x.abs().amax().float().reshape(1)
 
 
 def bench(call: Call, where: _rows.Machine, batch: int) -> tuple[list[_rows.Row], float]:

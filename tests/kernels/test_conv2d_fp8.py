@@ -28,7 +28,7 @@ def test_without_a_gpu_it_is_its_reference(sample, dtype):
     y = OP(**arguments)
     assert y.dtype == torch.bfloat16 and y.is_contiguous(memory_format=torch.channels_last)
     x, weight = arguments["x"].double(), arguments["weight"].double()
-    exact = F.conv2d(x, weight, padding=arguments["padding"]) * arguments["scale"].double()
+    exact = F.conv2d(x, weight, padding=arguments["padding"]) * 2.0**-8 * weight[0].numel() ** -0.5
     if arguments["bias"] is not None:
         exact += arguments["bias"].double()[:, None, None]
     torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=1e-6)
@@ -54,7 +54,9 @@ def test_the_gradient_of_x_is_a_convolution_too(r, s):
     [
         ({"x": torch.empty(1, 16, 8, 8)}, "x must be torch.float8_e4m3fn or torch.float8_e5m2, got torch.float32"),
         ({"weight": torch.empty(24, 16, 3, 3).to(torch.float8_e5m2)}, "weight must be torch.float8_e4m3fn"),
-        ({"scale": torch.ones(2)}, r"scale must be one fp32 on cpu, got torch.float32 of shape \(2,\)"),
+        ({"inverse": torch.ones(2).double()}, r"inverse must be dense fp32 of one axis on cpu, got torch.float64 of"),
+        ({"inverse": torch.ones(4)[::2]}, r"inverse must be dense fp32 of one axis on cpu, got torch.float32 of"),
+        ({"weight_row": 2}, "x_row and weight_row must be among the 2 of inverse, got 0 and 2"),
         ({"bias": torch.ones(24).half()}, r"bias must be fp32 or torch.bfloat16 of shape \(24,\)"),
         (
             {
@@ -69,7 +71,9 @@ def test_what_cannot_be_computed_is_refused(change, message):
     arguments: dict[str, Any] = {
         "x": torch.empty(1, 16, 8, 8).to(torch.float8_e4m3fn),
         "weight": torch.empty(24, 16, 3, 3).to(torch.float8_e4m3fn),
-        "scale": torch.ones(1),
+        "inverse": torch.ones(2),
+        "x_row": 0,
+        "weight_row": 1,
         "bias": None,
         "padding": (1, 1),
         **change,

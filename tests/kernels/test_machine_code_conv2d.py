@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from ridgeline.kernels import conv2d_dgrad, conv2d_fp8, conv2d_fprop, conv2d_wgrad
+from ridgeline.kernels import conv2d_dgrad, conv2d_fp8, conv2d_fprop, conv2d_wgrad, conv2d_wgrad_fp8
 from ridgeline.kernels._conv2d_pass import Config, WgradConfig
 from ridgeline.kernels._op import Launch, Op, typical_target
 from ridgeline.sass import SassReport, compile_many, inspect
@@ -19,14 +19,15 @@ from ridgeline.sass import SassReport, compile_many, inspect
 
 @dataclass(frozen=True)
 class Case:
-    """The first kernel of an op's first sample, with a config."""
+    """The first kernel of one of an op's samples, with a config."""
 
     op: Op
-    config: Config | WgradConfig
+    config: Config | WgradConfig | conv2d_wgrad_fp8.Config
     dtype: torch.dtype = torch.bfloat16
+    sample: int = 0
 
     def launch(self) -> Launch:
-        arguments = self.op.samples[0].arguments(self.dtype, "meta")
+        arguments = self.op.samples[self.sample].arguments(self.dtype, "meta")
         return self.op.launcher.plan(config=self.config, target=typical_target("sm_90"), **arguments).parts[0]
 
 
@@ -42,13 +43,18 @@ FP8 = (
     Case(conv2d_fp8.OP, Config(128, 128, 4, 4), torch.float8_e4m3fn),
     Case(conv2d_fp8.OP, Config(256, 64, 4, 8), torch.float8_e5m2),
 )
+# rows of quads of 128, 64, 32 and 16 bytes; one row of taps
+WGRAD_FP8 = tuple(
+    Case(conv2d_wgrad_fp8.OP, conv2d_wgrad_fp8.Config(128, 64, 6, 8, 1), torch.float8_e5m2, sample)
+    for sample in (0, 2, 3, 4, 5)
+)
 INSTRUCTIONS = {torch.bfloat16: ("HGMMA", "F32.BF16"), torch.float8_e4m3fn: ("QGMMA", "F32.E4M3.E4M3")}
 INSTRUCTIONS[torch.float8_e5m2] = ("QGMMA", "F32.E5M2.E4M3")
 
 
 @pytest.fixture(scope="module")
 def reports() -> dict[Case, SassReport]:
-    cases = (*FPROP, *DGRAD, *WGRAD, *FP8)
+    cases = (*FPROP, *DGRAD, *WGRAD, *FP8, *WGRAD_FP8)
     binaries = compile_many([case.launch().source("sm_90") for case in cases])
     return dict(zip(cases, map(inspect, binaries), strict=True))
 
@@ -57,6 +63,7 @@ def test_tiles_are_of_every_kind():
     tiles = {(case.launch().constants["DGRAD"], case.launch().constants["PIECES"]) for case in (*FPROP, *DGRAD)}
     assert tiles == set(itertools.product((False, True), (1, 2)))
     assert [case.launch().constants["TAPS"] for case in WGRAD] == [1, 2]
+    assert [case.launch().constants["BOX_W"] for case in WGRAD_FP8] == [32, 16, 8, 4, 32]
 
 
 def test_nothing_spills(reports: dict[Case, SassReport]):

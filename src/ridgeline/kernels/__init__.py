@@ -11,6 +11,7 @@ from ridgeline.kernels import (
     conv2d_fp8,
     conv2d_fprop,
     conv2d_wgrad,
+    conv2d_wgrad_fp8,
     conv_chain,
     conv_pair_chain,
     depthwise_conv2d_act,
@@ -37,7 +38,7 @@ ALL = (
 )
 
 PASSES = (conv2d_fprop.OP, conv2d_dgrad.OP, conv2d_wgrad.OP)
-FP8 = (conv2d_fp8.OP,)
+FP8 = (conv2d_fp8.OP, conv2d_wgrad_fp8.OP)
 
 # the op behind a graph node's target, whether it returns its result or writes it
 BY_OVERLOAD = {overload: op for op in ALL for overload in (op.overload, op.into) if overload is not None}

@@ -26,10 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["x_row", "weight_row"])
 def conv2d_gluon_kernel(
-    x_desc, weight_desc, y_desc, scale_ptr, bias_ptr,
-    images, H, W,  # of y
+    x_desc, weight_desc, y_desc, inverse_ptr, bias_ptr,  # inverse: of the scales of FP8 operands, by row
+    x_row, weight_row, images, H, W,  # H, W of y
     REDUCED: gl.constexpr, OUT: gl.constexpr,  # channels of x and of y
     R: gl.constexpr, S: gl.constexpr, TOP: gl.constexpr, LEFT: gl.constexpr,  # rows and columns of zeros around x
     DGRAD: gl.constexpr,
@@ -50,8 +50,8 @@ def conv2d_gluon_kernel(
     tiles = gl.cdiv(images, BOX_N) * down * across * ((OUT + BLOCK_N - 1) // BLOCK_N)
     gl.warp_specialize(
         [
-            (_multiply, (y_desc, scale_ptr, bias_ptr, a, b, c, full, empty, tiles, down, across, REDUCED, OUT, R * S,
-                         DGRAD, BLOCK_N, BLOCK_K, STAGES, PIECES)),
+            (_multiply, (y_desc, inverse_ptr, bias_ptr, x_row, weight_row, a, b, c, full, empty, tiles, down, across, REDUCED,
+                         OUT, R * S, DGRAD, BLOCK_N, BLOCK_K, STAGES, PIECES)),
             (_copy, (x_desc, weight_desc, a, b, full, empty, tiles, down, across, REDUCED, OUT, R, S, TOP, LEFT, DGRAD,
                      BLOCK_N, BLOCK_K, STAGES)),
         ],
@@ -101,7 +101,7 @@ def _copy(
 
 @gluon.jit
 def _multiply(
-    y_desc, scale_ptr, bias_ptr, a, b, c, full, empty, tiles, down, across,
+    y_desc, inverse_ptr, bias_ptr, x_row, weight_row, a, b, c, full, empty, tiles, down, across,
     REDUCED: gl.constexpr, OUT: gl.constexpr, TAPS: gl.constexpr, DGRAD: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
@@ -131,8 +131,8 @@ def _multiply(
             step += 1
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
-        if scale_ptr is not None:
-            acc *= gl.load(scale_ptr)
+        if inverse_ptr is not None:
+            acc *= gl.load(inverse_ptr + x_row) * gl.load(inverse_ptr + weight_row)
         if bias_ptr is not None:
             channel = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
             bias = gl.load(bias_ptr + channel, mask=channel < OUT, other=0.0).to(gl.float32)

@@ -14,19 +14,20 @@ from ridgeline.kernels._op import Launch, Target
 
 @dataclass(frozen=True)
 class Product:
-    """The tensors of one call, checked: out = conv2d(operand, weight) * scale + bias.
+    """The tensors of one call, checked: out = conv2d(operand, weight) * inverse[row] * inverse[row of weight] + bias.
 
     With `dgrad` the operand is dy and out is dx: the weight's filters are reduced, and its taps run backward.
 
-    scale   [1]                 fp32; None: 1
-    bias    [channels of out]   None: none
+    inverse   [tensors]           fp32; None: 1
+    bias      [channels of out]   None: none
     """
 
     one: Pass
     operand: Tensor
     weight: Tensor
     out: Tensor
-    scale: Tensor | None = None
+    inverse: Tensor | None = None
+    rows: tuple[int, int] | tuple[None, None] = (None, None)  # of inverse, for operand and weight
     bias: Tensor | None = None
     dgrad: bool = False
 
@@ -56,8 +57,10 @@ class Product:
                 "x_desc": map_of(self.operand, box, self._step),
                 "weight_desc": weight_map(self.weight, weight_box),
                 "y_desc": map_of(self.out, box, config.channels // pieces),
-                "scale_ptr": self.scale,
+                "inverse_ptr": self.inverse,
                 "bias_ptr": self.bias,
+                "x_row": self.rows[0],
+                "weight_row": self.rows[1],
                 "images": n,
                 "H": h,
                 "W": w,

@@ -35,7 +35,8 @@ _POINTERS = {
 }
 _INT32_MAX = 2**31 - 1
 _DESCRIPTORS = (TensorDescriptor, GluonDescriptor)
-_NO_PROBLEM = frozenset({"bias", "out", "pdl"})  # arguments that change neither the work nor which config suits it
+# arguments that change neither the work nor which config suits it
+_NO_PROBLEM = frozenset({"bias", "out", "pdl", "inverse", "x_row", "weight_row", "dy_row"})
 
 Config = TypeVar("Config")
 RIVAL = "torch"  # under which a tuned row has the time of PyTorch's own kernel

@@ -1,8 +1,8 @@
-"""y = conv2d(x, weight) · scale + bias of FP8 operands, NHWC, stride 1: forward, and the gradient of x. sm_90.
+"""y = conv2d(x, weight) · inverse[x_row] · inverse[weight_row] + bias of FP8 operands, NHWC, stride 1. sm_90.
 
 x       [N, C, H, W]    FP8 e4m3 (activations) or e5m2 (gradients); channels_last, or a channel slice of it
 weight  [K, C, R, S]    FP8 e4m3; channels_last
-scale   [1]             fp32 on the device of x: the product of what x and weight were divided by to quantise them
+inverse [tensors]       fp32 on the device of x: what FP8 values of each tensor are multiplied by, see DelayedScaling
 bias    [K]             fp32 or bf16; None: none
 y       [N, K, HO, WO]  bf16, channels_last
 padding                 (rows, columns) of zeros on each side of x, less than R and S
@@ -10,8 +10,8 @@ padding                 (rows, columns) of zeros on each side of x, less than R 
 C is a multiple of 16, K of 8. Sums in the tensor cores' own accumulator, which keeps some 14 bits and cuts the rest off
 (`eps`), and rounds once. Raises ValueError or TypeError for anything else.
 
-wgmma wants both FP8 operands with the reduced dimension adjacent. So the gradient of x is this op, on
-`for_dgrad(weight)` with the padding R - 1 - p: the weight transposed and its taps backward.
+It is the forward pass, and the gradient of x: wgmma wants both FP8 operands with the reduced dimension adjacent, so that
+gradient is this op on `for_dgrad(weight)` with the padding R - 1 - p: the weight transposed and its taps backward.
 """
 
 from __future__ import annotations
@@ -44,21 +44,38 @@ def for_dgrad(weight: Tensor) -> Tensor:
 
 
 def reference(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, padding: Sequence[int]
+    x: Tensor,
+    weight: Tensor,
+    inverse: Tensor,
+    bias: Tensor | None = None,
+    *,
+    x_row: int,
+    weight_row: int,
+    padding: Sequence[int],
 ) -> Tensor:
     wide = x.dtype if x.dtype == torch.float64 else torch.float32
-    y = F.conv2d(x.to(wide), weight.to(wide), padding=tuple(padding)) * scale.to(wide)
+    y = F.conv2d(x.to(wide), weight.to(wide), padding=tuple(padding)) * (inverse[x_row] * inverse[weight_row]).to(wide)
     y = y if bias is None else y + bias.to(wide)[:, None, None]
     return y if wide == torch.float64 else y.to(torch.bfloat16)
 
 
 def cost(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, padding: Sequence[int]  # noqa: ARG001
+    x: Tensor, weight: Tensor, inverse: Tensor, bias: Tensor | None = None, *,
+    x_row: int, weight_row: int, padding: Sequence[int]  # noqa: ARG001
 ) -> Cost:  # fmt: skip
     return conv_forward(_pass(x, weight, padding).conv, x.dtype, out_dtype=torch.bfloat16)
 
 
-def eps(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, padding: Sequence[int]) -> float:  # noqa: ARG001
+def eps(
+    x: Tensor,
+    weight: Tensor,
+    inverse: Tensor,
+    bias: Tensor | None = None,
+    *,
+    x_row: int,
+    weight_row: int,
+    padding: Sequence[int],
+) -> float:  # noqa: ARG001
     """Rounding to bf16, and what an instruction, 32 products, cuts off the sum, at worst always to one side."""
     return BF16_EPS + weight[0].numel() / 32 * _CUT
 
@@ -69,7 +86,8 @@ def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Confi
 
 
 def plan(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, padding: Sequence[int],
+    x: Tensor, weight: Tensor, inverse: Tensor, bias: Tensor | None = None, *,
+    x_row: int, weight_row: int, padding: Sequence[int],
     config: Config | None = None, target: Target | None = None,
 ) -> Launch:  # fmt: skip
     """The launch for one call. Runs nothing."""
@@ -77,20 +95,32 @@ def plan(
     one.check_maps(OPERANDS, x=x)
     one.check_weight(weight, torch.float8_e4m3fn)
     one.check_bias(bias, torch.bfloat16)
-    if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != x.device:
-        one.refuse(f"scale must be one fp32 on {x.device}, got {scale.dtype} of shape {tuple(scale.shape)}", TypeError)
+    if inverse.dtype != torch.float32 or inverse.dim() != 1 or inverse.device != x.device or inverse.stride() != (1,):
+        got = f"{inverse.dtype} of shape {tuple(inverse.shape)} on {inverse.device}"
+        one.refuse(f"inverse must be dense fp32 of one axis on {x.device}, got {got}", TypeError)
+    if not (0 <= x_row < len(inverse) and 0 <= weight_row < len(inverse)):
+        one.refuse(f"x_row and weight_row must be among the {len(inverse)} of inverse, got {x_row} and {weight_row}")
     y = torch.empty(one.y_shape, dtype=torch.bfloat16, device=x.device, memory_format=torch.channels_last)
-    product, target = Product(one, x, weight, y, scale, bias), target or target_of(x)
+    product, target = Product(one, x, weight, y, inverse, (x_row, weight_row), bias), target or target_of(x)
     if config is None:
-        arguments = {"x": x, "weight": weight, "scale": scale, "bias": bias, "padding": padding}
-        config = tuned_config(OP, Config, lambda c: product.is_valid(c, target), **arguments)
+        arguments = {"x": x, "weight": weight, "inverse": inverse, "bias": bias, "padding": padding}
+        rows = {"x_row": x_row, "weight_row": weight_row}
+        config = tuned_config(OP, Config, lambda c: product.is_valid(c, target), **arguments, **rows)
     return product.launch(conv2d_gluon_kernel, config, target)
 
 
 def conv2d_fp8(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, padding: Sequence[int]
+    x: Tensor,
+    weight: Tensor,
+    inverse: Tensor,
+    bias: Tensor | None = None,
+    *,
+    x_row: int,
+    weight_row: int,
+    padding: Sequence[int],
 ) -> Tensor:
-    return execute("conv2d_fp8", plan(x, weight, scale, bias, padding=padding), x)
+    launch = plan(x, weight, inverse, bias, x_row=x_row, weight_row=weight_row, padding=padding)
+    return execute("conv2d_fp8", launch, x)
 
 
 def _pass(x: Tensor, weight: Tensor, padding: Sequence[int]) -> Pass:
@@ -108,9 +138,9 @@ def fp8_sample(
         # a wide spread, as scales would leave it: 16 is far from the largest of both formats
         made: dict[str, Any] = {"x": (random_nhwc(x, torch.float32, device, seed=0) * 16).to(dtype)}
         made["weight"] = (random_nhwc((k, x[1], r, s), torch.float32, device, seed=1) * 16).to(torch.float8_e4m3fn)
-        made["scale"] = torch.full((1,), 2.0**-8 * reduced**-0.5, device=device)
+        made["inverse"] = torch.tensor([1.0, 2.0**-4, 2.0**-4 * reduced**-0.5], device=device)
         made["bias"] = random_nhwc((1, k, 1, 1), torch.float32, device, seed=2).flatten() if bias else None
-        return {**made, "padding": (r // 2, s // 2)}
+        return {**made, "x_row": 2, "weight_row": 1, "padding": (r // 2, s // 2)}
 
     return Sample(why, arguments, real_size)
 

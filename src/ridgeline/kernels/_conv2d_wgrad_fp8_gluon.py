@@ -1,0 +1,274 @@
+"""The kernels of conv2d_wgrad_fp8: products of words of four rows, whose sums are added in a fixed order. sm_90.
+
+Both operands are quads (see _quads): wgmma wants what is reduced adjacent in FP8, and a row of quads is 128 bytes of
+pixels, whose neighbours to the left and right are one word away. As in _conv2d_gluon one warp copies while others
+multiply. A program holds [K, C] of the taps of one filter column, for its part of the images. It walks down the rows of
+a group of images: each row of x is copied once, and meets the gradient's rows above, beside and below it from shared
+memory.
+
+The tensor cores' own sums keep some 14 bits. If PROMOTED they are added in fp32 after every SPAN rows of quads.
+"""
+
+# In a kernel a constexpr stands for its value, which the type checker cannot know.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def conv2d_wgrad_fp8_kernel(
+    x_desc, dy_desc, parts_ptr,  # parts [PARTS, K, R, S, C] fp32
+    images, across,  # across: boxes in a row
+    C: gl.constexpr, K: gl.constexpr, R: gl.constexpr, S: gl.constexpr, QUARTER: gl.constexpr, PARTS: gl.constexpr,
+    BOX_N: gl.constexpr, BOX_W: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr,
+    X_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, SPAN: gl.constexpr, PROMOTED: gl.constexpr,
+):  # fmt: skip
+    a = gl.allocate_shared_memory(dy_desc.dtype, [DY_STAGES] + dy_desc.block_type.shape, dy_desc.layout)  # noqa: RUF005
+    b = gl.allocate_shared_memory(x_desc.dtype, [X_STAGES] + x_desc.block_type.shape, x_desc.layout)  # noqa: RUF005
+    dy_full = gl.allocate_shared_memory(gl.int64, [DY_STAGES, 1], mbarrier.MBarrierLayout())
+    dy_empty = gl.allocate_shared_memory(gl.int64, [DY_STAGES, 1], mbarrier.MBarrierLayout())
+    x_full = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
+    x_empty = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(DY_STAGES):
+        mbarrier.init(dy_full.index(stage), count=1)
+        mbarrier.init(dy_empty.index(stage), count=1)
+    for stage in gl.static_range(X_STAGES):
+        mbarrier.init(x_full.index(stage), count=1)
+        mbarrier.init(x_empty.index(stage), count=1)
+    fence_async_shared()
+    groups = gl.cdiv(images, BOX_N) * across
+    rings = (a, b, dy_full, dy_empty, x_full, x_empty)
+    gl.warp_specialize(
+        [
+            (_multiply, (parts_ptr, rings, groups, C, K, R, S, QUARTER, PARTS, BLOCK_K, BLOCK_C, X_STAGES, DY_STAGES,
+                         SPAN, PROMOTED)),
+            (_copy, (x_desc, dy_desc, rings, groups, across, C, K, R, S, QUARTER, PARTS, BOX_N, BOX_W, BLOCK_K, BLOCK_C,
+                     X_STAGES, DY_STAGES)),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _share(
+    unit, groups, C: gl.constexpr, K: gl.constexpr, S: gl.constexpr, PARTS: gl.constexpr,
+    BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr,
+):  # fmt: skip
+    """(first k, first c, column of the filter, part, its first group, the group behind its last) of a unit of work."""
+    K_TILES: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    C_TILES: gl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
+    part = unit // (K_TILES * C_TILES * S)
+    each = gl.cdiv(groups, PARTS)
+    k = unit % K_TILES * BLOCK_K
+    c = unit // K_TILES % C_TILES * BLOCK_C
+    column = unit // (K_TILES * C_TILES) % S
+    return k, c, column, part, gl.minimum(part * each, groups), gl.minimum(part * each + each, groups)
+
+
+@gluon.jit
+def _units(
+    C: gl.constexpr, K: gl.constexpr, S: gl.constexpr, PARTS: gl.constexpr,
+    BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr,
+):  # fmt: skip
+    return ((K + BLOCK_K - 1) // BLOCK_K) * ((C + BLOCK_C - 1) // BLOCK_C) * S * PARTS
+
+
+@gluon.jit
+def _copy(
+    x_desc, dy_desc, rings, groups, across,
+    C: gl.constexpr, K: gl.constexpr, R: gl.constexpr, S: gl.constexpr, QUARTER: gl.constexpr, PARTS: gl.constexpr,
+    BOX_N: gl.constexpr, BOX_W: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr,
+    X_STAGES: gl.constexpr, DY_STAGES: gl.constexpr,
+):  # fmt: skip
+    a, b, dy_full, dy_empty, x_full, x_empty = rings
+    x_step = 0
+    dy_step = 0
+    for unit in range(gl.program_id(0), _units(C, K, S, PARTS, BLOCK_K, BLOCK_C), gl.num_programs(0)):
+        k, c, column, _, first, last = _share(unit, groups, C, K, S, PARTS, BLOCK_K, BLOCK_C)
+        for group in range(first, last):
+            n = group // across * BOX_N
+            w = group % across * BOX_W
+            for row in range(QUARTER + R - 1):
+                stage = x_step % X_STAGES
+                # passes at once in the first round: the barrier's phase before its first is done by definition
+                mbarrier.wait(x_empty.index(stage), ((x_step // X_STAGES) & 1) ^ 1)
+                mbarrier.expect(x_full.index(stage), x_desc.block_type.nbytes)
+                # row 0 of quads is the one above the map, and the first that three rows of taps meet
+                place = [n, row + 1 - R // 2, c, w + column - S // 2]
+                tma.async_copy_global_to_shared(x_desc, place, x_full.index(stage), b.index(stage))
+                x_step += 1
+                if row >= R - 1:
+                    stage = dy_step % DY_STAGES
+                    mbarrier.wait(dy_empty.index(stage), ((dy_step // DY_STAGES) & 1) ^ 1)
+                    mbarrier.expect(dy_full.index(stage), dy_desc.block_type.nbytes)
+                    place = [n, row + 2 - R, k, w]
+                    tma.async_copy_global_to_shared(dy_desc, place, dy_full.index(stage), a.index(stage))
+                    dy_step += 1
+
+
+@gluon.jit
+def _multiply(
+    parts_ptr, rings, groups,
+    C: gl.constexpr, K: gl.constexpr, R: gl.constexpr, S: gl.constexpr, QUARTER: gl.constexpr, PARTS: gl.constexpr,
+    BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr, X_STAGES: gl.constexpr, DY_STAGES: gl.constexpr,
+    SPAN: gl.constexpr, PROMOTED: gl.constexpr,
+):  # fmt: skip
+    a, b, dy_full, dy_empty, x_full, x_empty = rings
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_C, 32]
+    )
+    x_step = 0
+    dy_step = 0
+    for unit in range(gl.program_id(0), _units(C, K, S, PARTS, BLOCK_K, BLOCK_C), gl.num_programs(0)):
+        k_first, c_first, column, part, first, last = _share(unit, groups, C, K, S, PARTS, BLOCK_K, BLOCK_C)
+        total = _zeros(R, BLOCK_K, BLOCK_C, layout)
+        acc = _zeros(R, BLOCK_K, BLOCK_C, layout)
+        for _ in range(first, last):
+            for row in gl.static_range(R - 1):
+                mbarrier.wait(x_full.index((x_step + row) % X_STAGES), ((x_step + row) // X_STAGES) & 1)
+            # a loop that the compiler does not unroll: it would keep the sums of all spans, to add them at the end
+            for _ in range(QUARTER // SPAN):
+                for row in gl.static_range(SPAN):
+                    acc = _row(acc, rings, x_step, dy_step, row, R, SPAN, BLOCK_K, BLOCK_C, PROMOTED)
+                    x_step += 1
+                    dy_step += 1
+                if PROMOTED:
+                    total = _add(total, acc)
+            for row in gl.static_range(R - 1):
+                mbarrier.arrive(x_empty.index((x_step + row) % X_STAGES), count=1)
+            x_step += R - 1
+        if not PROMOTED:
+            total = acc
+        k = k_first + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, layout))
+        c = c_first + gl.arange(0, BLOCK_C, layout=gl.SliceLayout(0, layout))
+        place = parts_ptr + part.to(gl.int64) * (K * R * S * C) + column * C + k[:, None] * (R * S * C) + c[None, :]
+        inside = (k < K)[:, None] & (c < C)[None, :]
+        for r in gl.static_range(R):
+            gl.store(place + r * (S * C), total[r], mask=inside)
+
+
+@gluon.jit
+def _row(
+    acc, rings, x_step, dy_step, row: gl.constexpr,
+    R: gl.constexpr, SPAN: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr, PROMOTED: gl.constexpr,
+):  # fmt: skip
+    """`acc` with the products of one row of the gradient and the R rows of x that it meets; anew from row 0 if
+    PROMOTED.
+    """
+    a, b, dy_full, dy_empty, x_full, x_empty = rings
+    X_STAGES: gl.constexpr = b.shape[0]
+    DY_STAGES: gl.constexpr = a.shape[0]
+    FIRST: gl.constexpr = row == 0  # no product is in flight
+    LAST: gl.constexpr = row == SPAN - 1  # none may be afterwards
+    newest = x_step + R - 1
+    mbarrier.wait(x_full.index(newest % X_STAGES), (newest // X_STAGES) & 1)
+    mbarrier.wait(dy_full.index(dy_step % DY_STAGES), (dy_step // DY_STAGES) & 1)
+    gradients = _as_fp8(a.index(dy_step % DY_STAGES), gl.float8e5, BLOCK_K)
+    sums = ()
+    for r in gl.static_range(R):
+        pixels = _as_fp8(b.index((x_step + r) % X_STAGES), gl.float8e4nv, BLOCK_C).permute((1, 0))
+        one = warpgroup_mma(gradients, pixels, acc[r], use_acc=not (PROMOTED and FIRST), is_async=True)
+        sums = sums + (one,)  # noqa: RUF005 - Triton cannot unpack
+    sums = _wait(sums, 0 if LAST else R)
+    if not FIRST:
+        # what the row before has read may be overwritten
+        mbarrier.arrive(x_empty.index((x_step + X_STAGES - 1) % X_STAGES), count=1)
+        mbarrier.arrive(dy_empty.index((dy_step + DY_STAGES - 1) % DY_STAGES), count=1)
+    if LAST:
+        mbarrier.arrive(x_empty.index(x_step % X_STAGES), count=1)
+        mbarrier.arrive(dy_empty.index(dy_step % DY_STAGES), count=1)
+    return sums
+
+
+@gluon.jit
+def _zeros(COUNT: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr, layout: gl.constexpr):
+    zeros = ()
+    for _ in gl.static_range(COUNT):
+        zeros = zeros + (gl.zeros((BLOCK_K, BLOCK_C), gl.float32, layout),)  # noqa: RUF005 - Triton cannot unpack
+    return zeros
+
+
+@gluon.jit
+def _add(a, b):
+    sums = ()
+    for i in gl.static_range(len(a)):
+        sums = sums + (a[i] + b[i],)  # noqa: RUF005 - Triton cannot unpack
+    return sums
+
+
+@gluon.jit
+def _wait(sums, OUTSTANDING: gl.constexpr):
+    if len(sums) == 1:
+        done = (warpgroup_mma_wait(num_outstanding=OUTSTANDING, deps=(sums[0],)),)
+    else:
+        done = warpgroup_mma_wait(num_outstanding=OUTSTANDING, deps=sums)
+    return done
+
+
+@gluon.jit
+def _as_fp8(box, dtype: gl.constexpr, BLOCK: gl.constexpr):
+    """A copied box of words, [images, 1, BLOCK, words], as an operand [BLOCK, bytes]."""
+    IMAGES: gl.constexpr = box.shape[0]
+    BYTES: gl.constexpr = 4 * box.shape[3]
+    return box._reinterpret(dtype, [BLOCK, IMAGES * BYTES], _operand_layout(BLOCK, BYTES, IMAGES))
+
+
+@gluon.constexpr_function
+def _operand_layout(rows, inner, planes):
+    """Of [rows, planes x inner bytes] whose planes [rows, inner bytes] follow each other."""
+    if inner > 16:
+        return gl.NVMMASharedLayout(swizzle_byte_width=inner, element_bitwidth=8, rank=2)
+    # 16 bytes are not swizzled
+    columns = [[0, 1 << bit] for bit in range(7)]
+    return gl.SharedLinearLayout(columns[:4] + [[1 << bit, 0] for bit in range(rows.bit_length() - 1)] + columns[4:])
+
+
+@triton.jit(do_not_specialize=["dy_row", "x_row"])
+def wgrad_fp8_sums_kernel(
+    parts_ptr, dy_ptr, inverse_ptr, dw_ptr, db_ptr, dy_row, x_row, images,
+    NUMEL: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
+    QUARTER: tl.constexpr, W: tl.constexpr, WORDS: tl.constexpr,  # QUARTER: pixels
+):  # fmt: skip
+    """dw = the sum of parts [PARTS, NUMEL] fp32 and db = that of dy's pixels, both scaled, in an order that is fixed.
+
+    The first programs take BLOCK elements of dw each, the others a channel of dy each: words of four e5m2 numbers.
+    """
+    program = tl.program_id(0)
+    blocks: tl.constexpr = (NUMEL + BLOCK - 1) // BLOCK
+    dy_inverse = tl.load(inverse_ptr + dy_row)
+    if program < blocks:
+        at = program * BLOCK + tl.arange(0, BLOCK)
+        part = tl.arange(0, AT_ONCE)[:, None]
+        total = tl.zeros((AT_ONCE, BLOCK), tl.float32)
+        for first in tl.static_range(0, PARTS, AT_ONCE):
+            place = parts_ptr + (first + part).to(tl.int64) * NUMEL + at[None, :]
+            total += tl.load(place, mask=(at < NUMEL)[None, :] & (first + part < PARTS), other=0.0)
+        scale = dy_inverse * tl.load(inverse_ptr + x_row)
+        tl.store(dw_ptr + at, (tl.sum(total, axis=0) * scale).to(dw_ptr.dtype.element_ty), mask=at < NUMEL)
+    else:
+        k = program - blocks
+        row = k.to(tl.int64) * images * (QUARTER + 2 * W)
+        pixels = tl.zeros((WORDS,), tl.float32)
+        for first in range(0, images * QUARTER, WORDS):
+            word = first + tl.arange(0, WORDS)
+            at = word // QUARTER * (QUARTER + 2 * W) + W + word % QUARTER
+            bits = tl.load(dy_ptr + row + at, mask=word < images * QUARTER, other=0)
+            for i in tl.static_range(4):
+                # e5m2 is the upper byte of fp16
+                half = ((bits >> (8 * i)) << 8).to(tl.int16)
+                pixels += half.to(tl.float16, bitcast=True).to(tl.float32)
+        tl.store(db_ptr + k, tl.sum(pixels, axis=0) * dy_inverse)

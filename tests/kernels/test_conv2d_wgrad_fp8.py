@@ -1,0 +1,175 @@
+"""Weight and bias gradients of FP8 quads: their numbers on a GPU, all else without one; and quads themselves.
+
+test_gluon_kernels.py runs the kernel that multiplies.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ridgeline.kernels import _quads, conv2d_wgrad_fp8
+from ridgeline.kernels._op import typical_target
+from ridgeline.kernels.conv2d_wgrad_fp8 import wgrad_fp8_sample
+from ridgeline.numerics import compare, to_float64
+
+SM_90 = typical_target("sm_90")
+OP = conv2d_wgrad_fp8.OP
+SMALL = [s for s in OP.samples if not s.real_size]
+E4M3 = torch.float8_e4m3fn
+
+
+# --- quads -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("h", "w"), [(4, 4), (8, 16), (12, 8), (32, 32)])
+def test_quads_hold_each_row_and_its_neighbours(h, w):
+    x = torch.arange(2 * 3 * h * w).reshape(2, 3, h, w) + 1
+    quads = _quads.to_quads(x)
+    assert quads.shape == _quads.quads_shape(2, 3, h, w) and quads.is_contiguous()
+    assert torch.equal(_quads.from_quads(quads), x)
+    beside = F.pad(x, (0, 0, 1, 1))
+    for row in range(h // 4 + 2):
+        for i in range(4):
+            assert torch.equal(quads[:, :, row, :, i], beside[:, :, row + i * h // 4].transpose(0, 1))
+
+
+def test_quads_of_fp8_are_those_of_its_bits():
+    x = torch.randn(2, 16, 8, 8, generator=torch.Generator().manual_seed(0)).to(E4M3)
+    assert torch.equal(_quads.to_quads(x).view(torch.uint8), _quads.to_quads(x.view(torch.uint8)))
+
+
+@pytest.mark.parametrize(
+    ("h", "w", "reason"),
+    [(6, 8, "a multiple of 4 rows, got 6"), (8, 12, "columns, got 12"), (8, 48, "columns, got 48"), (4, 96, None)],
+)
+def test_some_sizes_have_no_quads(h, w, reason):
+    found = _quads.why_not(h, w)
+    assert found is None if reason is None else found is not None and reason in found
+
+
+# --- without a GPU ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sample", SMALL, ids=lambda s: s.why)
+def test_without_a_gpu_it_is_what_autograd_finds(sample):
+    arguments = sample.arguments(E4M3, "cpu")
+    dw, db = OP(**arguments)
+    assert dw.dtype == torch.bfloat16 and dw.is_contiguous(memory_format=torch.channels_last)
+    assert db.dtype == torch.float32
+    x, dy = (_quads.from_quads(arguments[name]).double() for name in ("x", "dy"))
+    (r, s), inverse = arguments["kernel_size"], arguments["inverse"].double()
+    weight = torch.zeros(dy.shape[1], x.shape[1], r, s, dtype=torch.float64, requires_grad=True)
+    bias = torch.zeros(dy.shape[1], dtype=torch.float64, requires_grad=True)
+    F.conv2d(x, weight, bias, padding=(r // 2, s // 2)).backward(dy)
+    assert weight.grad is not None and bias.grad is not None
+    torch.testing.assert_close(dw.double(), weight.grad * inverse[1] * inverse[2], rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(db.double(), bias.grad * inverse[2], rtol=1e-5, atol=1e-5)
+    torch.library.opcheck(OP.overload, (), arguments, test_utils=("test_faketensor",))
+
+
+@pytest.mark.parametrize("sample", SMALL, ids=lambda s: s.why)
+def test_parts_and_pixels_are_added_and_scaled(sample):
+    arguments = sample.arguments(E4M3, "cpu")
+    launch = conv2d_wgrad_fp8.plan(target=SM_90, **arguments)
+    (multiply, _), db = launch.parts, launch.arguments["db_ptr"]
+    parts = multiply.output.normal_(generator=torch.Generator().manual_seed(1))
+    launch.output.fill_(float("nan"))
+    db.fill_(float("nan"))  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+    launch.kernel[launch.grid](**launch.arguments, **launch.constants)
+    k, c, r, s = launch.output.shape
+    scale = arguments["inverse"][1] * arguments["inverse"][2]
+    expected = (parts.double().sum(0).view(k, r, s, c).permute(0, 3, 1, 2) * scale).to(torch.bfloat16)
+    torch.testing.assert_close(launch.output, expected, rtol=2**-7, atol=1e-7)
+    pixels = _quads.from_quads(arguments["dy"]).double().sum((0, 2, 3)) * arguments["inverse"][2]
+    torch.testing.assert_close(db, pixels.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_no_part_is_empty_and_each_multiprocessor_has_one():
+    for sample in OP.samples:
+        arguments = sample.arguments(E4M3, "meta")
+        for config in conv2d_wgrad_fp8.candidates(target=SM_90, **arguments):
+            launch = conv2d_wgrad_fp8.plan(config=config, target=SM_90, **arguments).parts[0]
+            parts, one = launch.constants["PARTS"], conv2d_wgrad_fp8._problem(**arguments)
+            each = -(-one.groups // parts)  # pyright: ignore[reportOperatorIssue]
+            assert (parts - 1) * each < one.groups  # pyright: ignore[reportOperatorIssue]
+            assert launch.grid[0] <= SM_90.sm_count
+
+
+def test_it_is_for_hopper_alone():
+    arguments = OP.samples[0].arguments(E4M3, "meta")
+    with pytest.raises(ValueError, match=r"conv2d_wgrad_fp8: None is not valid for .* on sm_89"):
+        conv2d_wgrad_fp8.plan(target=typical_target("sm_89"), **arguments)
+
+
+def quads(c, n, h, w, dtype=E4M3):
+    return torch.zeros(_quads.quads_shape(n, c, h, w)).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": quads(16, 2, 8, 8).float()}, "x must be torch.float8_e4m3fn, got torch.float32"),
+        ({"dy": quads(16, 2, 8, 8)}, "dy must be torch.float8_e5m2, got torch.float8_e4m3fn"),
+        ({"x": quads(16, 2, 8, 8).transpose(0, 1)}, "x must be dense quads"),
+        ({"x": quads(16, 3, 8, 8)}, "dy and x must be of the same images and sizes"),
+        ({"x": quads(24, 2, 8, 8)}, "channels must be multiples of 16, got 24 and 16"),
+        ({"kernel_size": (5, 5)}, r"kernel_size must have 1 or 3 rows and an odd number of columns, got \(5, 5\)"),
+        ({"kernel_size": (3, 2)}, "kernel_size must have 1 or 3 rows"),
+        ({"promote": 96}, "promote must be 0, or a multiple of 128 that divides 256, got 96"),
+        ({"promote": 512}, "promote must be 0, or a multiple of 128 that divides 256, got 512"),
+        ({"inverse": torch.ones(2, 1)}, "inverse must be dense fp32 of one axis"),
+        ({"x_row": 2}, "dy_row and x_row must be among the 2 rows of inverse, got 0 and 2"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(change, message):
+    arguments: dict[str, Any] = {
+        "dy": quads(16, 2, 8, 8, torch.float8_e5m2),
+        "x": quads(16, 2, 8, 8),
+        "inverse": torch.ones(2),
+        "kernel_size": (3, 3),
+        "dy_row": 0,
+        "x_row": 1,
+    }
+    with pytest.raises((ValueError, TypeError), match=f"conv2d_wgrad_fp8: {message}"):
+        conv2d_wgrad_fp8.plan(target=SM_90, **{**arguments, **change})
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+def right(arguments, config=None):
+    launch = conv2d_wgrad_fp8.plan(config=config, target=SM_90, **arguments)
+    db = launch.arguments["db_ptr"]
+    for tensor in (launch.output, launch.parts[0].output, db):
+        tensor.fill_(float("nan"))  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+    launch.run()
+    # conv2d's own sums of FP8 values in fp32: TF32 would round them
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        eager, eager_db = conv2d_wgrad_fp8.gradients(**arguments)
+    exact, exact_db = conv2d_wgrad_fp8.gradients(**to_float64(arguments))
+    for found, wide, theirs in ((launch.output, exact, eager), (db, exact_db, eager_db)):
+        verdict = compare(found, wide, theirs, eps=conv2d_wgrad_fp8.eps(**arguments))  # pyright: ignore
+        assert verdict.passed, f"{config}: {verdict.reason}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sample", OP.samples, ids=lambda s: s.why)
+def test_every_candidate_is_right(sample):
+    arguments = sample.arguments(E4M3, "cuda")
+    for config in conv2d_wgrad_fp8.candidates(**arguments):
+        right(arguments, config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("promote", [0, 128, 256, 1024])
+def test_every_promotion_is_right(promote):
+    right(wgrad_fp8_sample("", (64, 128, 32, 32), (128, 3, 3), promote=promote).arguments(E4M3, "cuda"))
+
+
+@pytest.mark.gpu
+def test_equal_calls_give_equal_bits():
+    arguments = OP.samples[0].arguments(E4M3, "cuda")
+    first, second = (OP(**arguments) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
