@@ -21,7 +21,6 @@ from ridgeline.trace import Activity, Call, Device, Launch, Range, SyncEdge
 from ridgeline.trace_reader import read_trace
 from traces_made import annotation, frame, kernel, launch, memcpy, memset, op, sync_edge, trace, write
 
-FIXTURES = Path(__file__).parent / "fixtures" / "traces"
 CONV_INPUTS = [((2, 3, 8, 8), "float"), ((8, 3, 3, 3), "float"), ((), "ScalarList")]
 EVENTS = [
     annotation("ProfilerStep#0", 100, 900),
@@ -141,38 +140,6 @@ def test_a_bare_array_is_a_trace(read, tmp_path):
     path = tmp_path / "array.json"
     path.write_text(json.dumps(trace(EVENTS)["traceEvents"]))
     assert read_trace(path).activities == read(EVENTS).activities
-
-
-@pytest.mark.parametrize("name", ["syncing", "yolo26n-graph"])
-def test_text_and_parser_agree_on_a_real_trace(name, monkeypatch):
-    path = FIXTURES / f"{name}.json.gz"
-    taken = []
-    glance = trace_kineto._Rows.glance
-    monkeypatch.setattr(trace_kineto._Rows, "glance", lambda *a: taken.append(glance(*a)) or taken[-1])
-    quick = read_trace(path)
-    assert sum(filter(None, taken)) > 1000  # the quick way is taken at all
-    monkeypatch.setattr(trace_kineto._Rows, "glance", lambda *_: None)
-    assert read_trace(path) == quick
-    assert len(quick.activities) > 400
-    assert not {"malformed_events", "clamped_durations", "dropped_calls"} & set(quick.metadata)
-
-
-@pytest.mark.parametrize(("lists", "most"), [(0, 200), (2000, 1000)])
-def test_an_event_that_no_text_shows_costs_few_others_the_parser(read, monkeypatch, lists, most):
-    """Of a block that is declined for one event, its neighbours within some 16 KB are parsed; all else is taken."""
-    plain = [op("aten::relu", 10 + i, 1, external_id=i) for i in range(4000)]
-    # its arguments hold what looks like the end of one event and the beginning of the next
-    args = {"of": [{"a": 1}, {"b": 2}] * lists}
-    odd = {"ph": "X", "name": "aten::add", "cat": "cpu_op", "pid": 1, "tid": 1, "ts": 2010.5, "dur": 1, "args": args}
-    parsed = []
-    take = trace_kineto._Rows.take
-    monkeypatch.setattr(trace_kineto._Rows, "take", lambda *a: parsed.append(len(a[2])) or take(*a))
-    found = read([*plain[:2000], odd, *plain[2000:], kernel("k", 1, 1, correlation=1)])
-    assert [call.name for call in found.calls].index("aten::add") == 2001  # after the one that starts at 2010
-    assert [call.external_id for call in found.calls if call.name == "aten::relu"] == list(range(4000))
-    numbers = sorted(call.id for call in found.calls)
-    assert numbers == list(range(numbers[0], numbers[0] + 4001))
-    assert sum(parsed) < most
 
 
 def test_times_and_order(read):

@@ -20,7 +20,7 @@ from typing import IO, Any
 from ridgeline.errors import UsageError
 
 BLOCK_BYTES = 1 << 20  # of text taken at once
-PARSED_CHARACTERS = 16 << 10  # a block that is declined is parsed in pieces of one to two times as many
+PARSED_CHARACTERS = 4 << 10  # a block that is declined is offered again in pieces of about as many
 PACKED_BYTES = 256 << 10  # of a .gz inflated at once; gzip shrinks traces 15 to 23 times
 HEAD_BYTES = 16 << 20  # within which the event array must begin
 EVENT_BYTES = 64 << 20  # which no single event reaches
@@ -116,23 +116,37 @@ def _last_edge(text: bytes, edge: bytes) -> int:
 def _take_block(path: Path, text: str, edge: str, count: int, take: Take, glance: Glance) -> int:
     """Take the whole events in `text`, the first of them number `count`; returns how many there are.
 
-    What is declined for one event is offered again in halves, cut at an `edge` if there is one: most of a block is then
-    still spared the parser.
+    What is declined for one event is offered again in pieces, cut at an `edge`: most of a block is then still spared
+    the parser.
     """
     seen = glance(count, text)
     if seen is not None:
         return seen
-    middle = text.find(edge, len(text) // 2) if edge and len(text) > 2 * PARSED_CHARACTERS else -1
-    if middle >= 0:
-        first = _take_block(path, text[: middle + 1], edge, count, take, glance)
-        rest = text[middle + 1 :].lstrip(", \t\r\n")
-        return first + _take_block(path, rest, edge, count + first, take, glance)
+    taken = 0
+    for piece in _pieces(text, edge):
+        seen = glance(count + taken, piece)
+        if seen is None:
+            events = _parse(path, piece, count + taken)
+            take(count + taken, events)
+            seen = len(events)
+        taken += seen
+    return taken
+
+
+def _pieces(text: str, edge: str) -> Iterator[str]:
+    """The events of `text`, so many at a time that they take PARSED_CHARACTERS; all at once if there is no edge."""
+    begin = 0
+    while (end := text.find(edge, begin + PARSED_CHARACTERS) if edge else -1) >= 0:
+        yield text[begin : end + 1]
+        begin = text.index("{", end)
+    yield text[begin:]
+
+
+def _parse(path: Path, text: str, count: int) -> list[Any]:
     try:
-        events = _DECODER.decode(f"[{text}]")
+        return _DECODER.decode(f"[{text}]")
     except (ValueError, RecursionError):
         raise UsageError(f"{path} is not valid JSON soon after event {count}: record it again") from None
-    take(count, events)
-    return len(events)
 
 
 def _decode(text: bytes) -> str:
