@@ -42,44 +42,10 @@ def backward_kernel(
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """dx of one slab and its sums [N, 1, 2, C] fp32, with the slabs of x and dy in registers."""
-    n, slab, _ = place(C, K * CG, 1)
-    stream = random_stream(seed_ptr, offset_ptr)
-    x = load_slab(x_ptr, n, slab, HW, C, K * CG, BLOCK_P, BLOCK_C, PIECES)
-    dy = load_slab(dy_ptr, n, slab, HW, C, K * CG, BLOCK_P, BLOCK_C, PIECES)
-    # here, where registers are still free; the scale is left to the coefficients, for in 16 bits it would round
-    kept = ()
-    for piece in tl.static_range(PIECES):
-        kept_pc = drop(dy[piece], stream, n, slab, piece * BLOCK_P, C, K * CG, DROPPED)
-        kept = kept + (kept_pc,)  # noqa: RUF005 - Triton cannot unpack
-    weight_c, bias_c = affine(gamma_ptr, beta_ptr, scale_ptr, shift_ptr, n, slab, K * CG, SCALE_ROW, SHIFT_ROW, BLOCK_C)
-    # from x once more instead of from memory: it is here anyway
-    mean_c, rstd_c = statistics(x, kept, HW, CG, K, KP, EPS, PIECES)
-    # Centring 16-bit elements is left to the coefficients: two additions fewer an element, and what fp32 then loses by
-    # a mean far from zero is a thousandth of what the elements themselves lost.
-    centre_c = mean_c
-    if x[0].dtype.primitive_bitwidth == 16:
-        centre_c = tl.full((BLOCK_C,), 0, tl.float32)
-    slope_c = weight_c * rstd_c
-    bias_c += (centre_c - mean_c) * slope_c
-    first_pc = tl.full((BLOCK_P, BLOCK_C), 0, tl.float32)
-    second_pc = tl.full((BLOCK_P, BLOCK_C), 0, tl.float32)
-    g = ()
-    done_pc = kept[PIECES - 1]
-    for piece in tl.static_range(PIECES):
-        centred_pc = after(x[piece], done_pc) - centre_c[None, :]
-        g_pc = after(kept[piece], done_pc) * _slope(centred_pc * slope_c[None, :] + bias_c[None, :], ACT)
-        # padding has dy = 0, so g = 0
-        first_pc += g_pc
-        second_pc += g_pc * centred_pc
-        # kept in the dtype of dy until dx is made, as PyTorch's kernels hand it on; the sums had all of its digits
-        done_pc = g_pc.to(kept[piece].dtype)
-        g = g + (done_pc,)  # noqa: RUF005 - Triton cannot unpack
-    first_c = tl.sum(first_pc, 0) * keep_scale(DROPPED)
-    second_c = (tl.sum(second_pc, 0) * keep_scale(DROPPED) + (centre_c - mean_c) * first_c) * rstd_c
-    _store_sums(sums_ptr + n.to(tl.int64) * (2 * C), first_c, second_c, slab, C, K * CG, BLOCK_C)
-    a_c, b_c, d_c = _coefficients(first_c, second_c, weight_c, rstd_c, HW * CG, CG, KP)
-    a_c *= keep_scale(DROPPED)
-    d_c += (centre_c - mean_c) * b_c
+    n, slab, x, g, done_pc, centre_c, a_c, b_c, d_c = slab_gradient(
+        dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, sums_ptr,
+        HW, C, CG, K, SCALE_ROW, SHIFT_ROW, EPS, ACT, DROPPED, BLOCK_P, BLOCK_C, KP, PIECES,
+    )  # fmt: skip
     for piece in tl.static_range(PIECES):
         at_pc, inside_pc = tile_at(n, slab, piece * BLOCK_P, HW, C, K * CG, BLOCK_P, BLOCK_C)
         centred_pc = after(x[piece], done_pc) - centre_c[None, :]
@@ -185,6 +151,55 @@ def parameters_kernel(
         dbeta_nc += first_nc
     tl.store(dgamma_ptr + c, tl.sum(dgamma_nc, 0).to(dgamma_ptr.dtype.element_ty), mask=c < C)
     tl.store(dbeta_ptr + c, tl.sum(dbeta_nc, 0).to(dbeta_ptr.dtype.element_ty), mask=c < C)
+
+
+@triton.jit
+def slab_gradient(
+    dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, sums_ptr,
+    HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
+    SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """(n, slab, x, g, done, centre, a, b, d) of this program: dx = a g - b (x - centre) - d; stores its sums."""
+    n, slab, _ = place(C, K * CG, 1)
+    stream = random_stream(seed_ptr, offset_ptr)
+    x = load_slab(x_ptr, n, slab, HW, C, K * CG, BLOCK_P, BLOCK_C, PIECES)
+    dy = load_slab(dy_ptr, n, slab, HW, C, K * CG, BLOCK_P, BLOCK_C, PIECES)
+    # here, where registers are still free; the scale is left to the coefficients, for in 16 bits it would round
+    kept = ()
+    for piece in tl.static_range(PIECES):
+        kept_pc = drop(dy[piece], stream, n, slab, piece * BLOCK_P, C, K * CG, DROPPED)
+        kept = kept + (kept_pc,)  # noqa: RUF005 - Triton cannot unpack
+    weight_c, bias_c = affine(gamma_ptr, beta_ptr, scale_ptr, shift_ptr, n, slab, K * CG, SCALE_ROW, SHIFT_ROW, BLOCK_C)
+    # from x once more instead of from memory: it is here anyway
+    mean_c, rstd_c = statistics(x, kept, HW, CG, K, KP, EPS, PIECES)
+    # Centring 16-bit elements is left to the coefficients: two additions fewer an element, and what fp32 then loses by
+    # a mean far from zero is a thousandth of what the elements themselves lost.
+    centre_c = mean_c
+    if x[0].dtype.primitive_bitwidth == 16:
+        centre_c = tl.full((BLOCK_C,), 0, tl.float32)
+    slope_c = weight_c * rstd_c
+    bias_c += (centre_c - mean_c) * slope_c
+    first_pc = tl.full((BLOCK_P, BLOCK_C), 0, tl.float32)
+    second_pc = tl.full((BLOCK_P, BLOCK_C), 0, tl.float32)
+    g = ()
+    done_pc = kept[PIECES - 1]
+    for piece in tl.static_range(PIECES):
+        centred_pc = after(x[piece], done_pc) - centre_c[None, :]
+        g_pc = after(kept[piece], done_pc) * _slope(centred_pc * slope_c[None, :] + bias_c[None, :], ACT)
+        # padding has dy = 0, so g = 0
+        first_pc += g_pc
+        second_pc += g_pc * centred_pc
+        # kept in the dtype of dy until dx is made, as PyTorch's kernels hand it on; the sums had all of its digits
+        done_pc = g_pc.to(kept[piece].dtype)
+        g = g + (done_pc,)  # noqa: RUF005 - Triton cannot unpack
+    first_c = tl.sum(first_pc, 0) * keep_scale(DROPPED)
+    second_c = (tl.sum(second_pc, 0) * keep_scale(DROPPED) + (centre_c - mean_c) * first_c) * rstd_c
+    _store_sums(sums_ptr + n.to(tl.int64) * (2 * C), first_c, second_c, slab, C, K * CG, BLOCK_C)
+    a_c, b_c, d_c = _coefficients(first_c, second_c, weight_c, rstd_c, HW * CG, CG, KP)
+    a_c *= keep_scale(DROPPED)
+    d_c += (centre_c - mean_c) * b_c
+    return n, slab, x, g, done_pc, centre_c, a_c, b_c, d_c
 
 
 @triton.jit

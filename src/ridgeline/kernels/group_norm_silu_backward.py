@@ -59,6 +59,7 @@ from ridgeline.kernels._op import (
     tuned_config,
 )
 
+ParameterGradients = tuple[Tensor, Tensor, Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 _AGAIN_FLOPS = 8  # mean 1, centred square 3, argument of the activation 4
@@ -98,13 +99,12 @@ def gradients(
         du = aten.silu_backward(du, u if shift is None else u + shift.to(x.dtype)[:, :, None, None])
     dn = (du * factor).contiguous()
     dx, dgamma, dbeta = aten.native_group_norm_backward(dn, planes, mean, rstd, weight, *sizes, [True] * 3)
-    none = x.new_empty(0)
     return (
         dx if residual is None else dx + residual,
         dgamma.to(gamma.dtype),
         dbeta.to(beta.dtype),
-        none if scale is None else (du * y).sum((2, 3)).to(scale.dtype),
-        none if shift is None else du.sum((2, 3)).to(shift.dtype),
+        x.new_empty(0) if scale is None else (du * y).sum((2, 3)).to(scale.dtype),
+        x.new_empty(0) if shift is None else du.sum((2, 3)).to(shift.dtype),
     )
 
 
@@ -203,15 +203,20 @@ def group_norm_silu_backward(
 ) -> Gradients:
     call = BackwardCall(x, gamma, beta, scale, shift, seed, offset, groups, eps, act, p, dy, residual)
     launch = plan(**vars(call))
-    found = _empty(call)
-    if x.numel():
-        check_launchable(call.name, launch.kernel, x)
+    return launch.output, *run(call, launch)
+
+
+def run(call: BackwardCall, launch: Launch) -> ParameterGradients:
+    """Run `launch` and the one after it, which makes dgamma, dbeta, dscale and dshift: those are returned."""
+    found = empty_gradients(call.x, call.gamma, call.beta, call.scale, call.shift)
+    if call.x.numel():
+        check_launchable(call.name, launch.kernel, call.x)
         launch.run()
         parameters_launch(call, launch, found).run()
-        return launch.output, *found
-    for gradient in found:
-        gradient.zero_()
-    return launch.output, *found
+    else:
+        for gradient in found:
+            gradient.zero_()
+    return found
 
 
 def parameters_launch(call: BackwardCall, launch: Launch, found: tuple[Tensor, ...]) -> Launch:
@@ -240,14 +245,11 @@ def parameters_launch(call: BackwardCall, launch: Launch, found: tuple[Tensor, .
     )  # fmt: skip
 
 
-def _empty(call: BackwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def empty_gradients(
+    x: Tensor, gamma: Tensor, beta: Tensor, scale: Tensor | None = None, shift: Tensor | None = None
+) -> ParameterGradients:
     """Uninitialised dgamma, dbeta, dscale, dshift."""
-    return (
-        _like(call.gamma, call.x),
-        _like(call.beta, call.x),
-        _like(call.scale, call.x),
-        _like(call.shift, call.x),
-    )
+    return _like(gamma, x), _like(beta, x), _like(scale, x), _like(shift, x)
 
 
 def _like(tensor: Tensor | None, x: Tensor) -> Tensor:
@@ -255,9 +257,17 @@ def _like(tensor: Tensor | None, x: Tensor) -> Tensor:
     return x.new_empty(0) if tensor is None else torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def _fake(dy: Tensor, x: Tensor, *parameters: Tensor | None, **choices: Any) -> Gradients:  # noqa: ARG001
-    dgamma, dbeta, dscale, dshift = (_like(tensor, x) for tensor in (*parameters, None, None)[:4])
-    return torch.empty_like(x, memory_format=torch.channels_last), dgamma, dbeta, dscale, dshift
+def _fake(
+    dy: Tensor,  # noqa: ARG001
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    *random_and_residual: Tensor | None,  # noqa: ARG001
+    **choices: Any,  # noqa: ARG001
+) -> Gradients:
+    return torch.empty_like(x, memory_format=torch.channels_last), *empty_gradients(x, gamma, beta, scale, shift)
 
 
 def _on_cpu(*args: Any, **kwargs: Any) -> Gradients:

@@ -1,0 +1,363 @@
+"""y = dropout(act(group_norm(x)·(1 + scale) + shift)) in FP8, NHWC, and its quads: group_norm_silu that quantises.
+
+    y8 = round(clamp(y · fp8_scale[row], -448, 448))        e4m3, ties to even; NaN stays NaN
+
+fp8_scale     [tensors] fp32, read anew by every call
+amax          [tensors] fp32: row `row` is raised to the largest magnitude of y
+counts        [tensors, 3] int64: to row `row` is added what `quantize_fp8` counts
+row           of these three
+quads         whether to make them, see `_quads`; the map must have some
+all else      as group_norm_silu takes it: the same calls, the same elements dropped for equal seed and offset
+
+returns y8    [N, C, H, W] float8_e4m3fn, channels_last
+        quads [C, N, H / 4 + 2, W, 4] float8_e4m3fn; empty without `quads`
+
+It is the fp32 value that is quantised: what rounding to bf16 in between would do to it is left out. An empty batch
+gives empty results and records nothing. Raises ValueError or TypeError for what group_norm_silu or quantize_fp8 refuse,
+for quads of a map that has none or whose quarters are not whole pieces, and for slabs that no program holds; `fits`
+tells beforehand.
+
+Registered as an operator that changes nothing, for it runs inside of compiled graphs, where amax and counts are nobody
+else's: only `DelayedScaling.update_` reads them, once a step, outside. There are no gradients: who places it in a graph
+has the backward as a node of its own.
+
+Predicted for 128 channels at 32², batch 128, bf16, on an H200: 33.6 MB read, 16.8 and 21.0 written, 71 MB where
+group_norm_silu alone moves 67, and quantize_fp8 behind it as many again: 16.7 µs at the rate of a copy, in which 28
+instructions an element could be issued; it has 24 of them, 22 without quads, and with dropout 35. Three programs of
+32 KB of x share a multiprocessor, as in bf16. Of a pixel such a slab writes 16 bytes, half of what memory writes at a
+time: the other half, of its neighbour, must come while L2 still holds the first. `candidates` has wider slabs.
+
+Not in `kernels.ALL`, whose ops return one tensor; `tuning.tune` takes it nevertheless, and times all of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ridgeline.cost import Cost
+from ridgeline.kernels import group_norm_silu
+from ridgeline.kernels._conv import FLOATS
+from ridgeline.kernels._group_norm_silu_call import UNET_MAPS, BoundedLaunch, Call, norm_sample
+from ridgeline.kernels._group_norm_silu_call import Config as Slab
+from ridgeline.kernels._group_norm_silu_call import default_config as default_slab
+from ridgeline.kernels._group_norm_silu_fp8 import PACK, forward_fp8_kernel
+from ridgeline.kernels._nhwc import cdiv, next_power_of_2
+from ridgeline.kernels._op import (
+    Launch,
+    Launcher,
+    Op,
+    Sample,
+    Target,
+    check_launchable,
+    nearest_first,
+    register,
+    target_of,
+    tuned_config,
+)
+from ridgeline.kernels._quads import quads_shape, to_quads, why_not
+from ridgeline.kernels._quantize_fp8_call import check, check_rows, empty_y
+from ridgeline.kernels.quantize_fp8 import cost as quantize_cost
+from ridgeline.kernels.quantize_fp8 import quantized
+
+_FORMAT = "e4m3"
+_WARPS = (1, 2, 4, 8, 16)
+_SLAB_REGISTERS = 32  # of x a thread, so that three programs of eight warps share a multiprocessor
+_MOST_REGISTERS = 64  # likewise two, or one of sixteen
+_BOUNDS = {_SLAB_REGISTERS: 80, _MOST_REGISTERS: 128}  # registers in all with so many of x, for that
+_MOST_BYTES = _WARPS[-1] * 32 * _MOST_REGISTERS * 4  # of x in a slab
+
+
+@dataclass(frozen=True)
+class Fp8Call(Call):
+    """One call, checked: the norm's arguments, then those of what quantises."""
+
+    name: ClassVar[str] = "group_norm_silu_fp8"
+
+    fp8_scale: Tensor | None = None
+    amax: Tensor | None = None
+    counts: Tensor | None = None
+    row: int = 0
+    quads: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fp8_scale is None or self.amax is None or self.counts is None:
+            self.refuse("fp8_scale, amax and counts must be given")
+        check_rows(self.x, self.amax, self.counts, self.fp8_scale, self.row)
+        if self.quads and (reason := why_not(*self.x.shape[2:])) is not None:
+            self.refuse(reason)
+
+    @property
+    def norm(self) -> dict[str, Any]:
+        """The arguments of the norm alone."""
+        own = ("fp8_scale", "amax", "counts", "row", "quads")
+        return {name: value for name, value in vars(self).items() if name not in own}
+
+
+@dataclass(frozen=True)
+class Config:
+    """A program takes whole `groups` of a sample, piece by piece: PACK elements of each a thread."""
+
+    groups: int
+    num_warps: int
+
+    def is_valid(self, call: Call, quads: bool) -> bool:
+        """Whether it divides the groups and the map, and its threads hold the slab."""
+        if self.num_warps not in _WARPS or not 1 <= self.groups <= call.groups or call.groups % self.groups:
+            return False
+        rows, quarter = self.rows(call), call.pixels // 4
+        divides = not quads or (rows and quarter % rows == 0)
+        return bool(rows and divides) and self.registers(call, quads) <= _MOST_REGISTERS
+
+    def slab(self, call: Call) -> Slab:
+        return Slab(self.groups, next_power_of_2(call.pixels), self.num_warps)
+
+    def rows(self, call: Call) -> int:
+        """Pixels of a piece."""
+        return PACK * 32 * self.num_warps // self.slab(call).block_c(call)
+
+    def pieces(self, call: Call, quads: bool) -> int:
+        return 4 * (call.pixels // 4 // self.rows(call)) if quads else cdiv(call.pixels, self.rows(call))
+
+    def registers(self, call: Call, quads: bool) -> int:
+        """What a thread's share of x takes."""
+        return self.pieces(call, quads) * PACK * call.x.element_size() // 4
+
+
+def default_config(call: Call, quads: bool, target: Target) -> Config | None:
+    """Groups as group_norm_silu takes them, or more where pieces would not divide a quarter; None where nothing fits.
+
+    As few warps as hold x in _SLAB_REGISTERS; where that takes sixteen, half as many with twice the registers.
+    """
+    pixels = next_power_of_2(call.pixels)
+    if pixels * next_power_of_2(call.group_channels) * call.x.element_size() > _MOST_BYTES:
+        return None
+    slab = default_slab(call, target)
+    if not slab.whole(call):
+        return None
+    for groups in (k for k in range(slab.groups, call.groups + 1) if call.groups % k == 0):
+        valid = [c for warps in _WARPS if (c := Config(groups, warps)).is_valid(call, quads)]
+        roomy = [c for c in valid if c.registers(call, quads) <= _SLAB_REGISTERS and c.num_warps < _WARPS[-1]]
+        if valid:
+            return (roomy or valid)[0]
+    return None
+
+
+def fits(x: Tensor, groups: int, *, quads: bool) -> bool:
+    """Whether `plan` takes a call with an x and groups that group_norm_silu takes."""
+    if quads and why_not(*x.shape[2:]) is not None:
+        return False
+    gamma = x.new_empty(x.shape[1])
+    return default_config(Call(x, gamma, gamma, groups=groups), quads, target_of(x)) is not None
+
+
+def reference(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    fp8_scale: Tensor,
+    amax: Tensor,  # noqa: ARG001
+    counts: Tensor,  # noqa: ARG001
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    seed: Tensor | None = None,
+    offset: Tensor | None = None,
+    *,
+    groups: int,
+    row: int,
+    quads: bool = False,  # noqa: ARG001
+    eps: float = 1e-5,
+    act: str = "silu",
+    p: float = 0.0,
+) -> Tensor:
+    """y8 alone; of float64 what FP8 rounds, for judging what rounding does."""
+    y = _wide(x, gamma, beta, scale, shift, seed, offset, groups=groups, eps=eps, act=act, p=p)
+    return quantized(y, fp8_scale[row], fp8_format=_FORMAT)[0]
+
+
+def _wide(x: Tensor, gamma: Tensor, beta: Tensor, *others: Tensor | None, **choices: Any) -> Tensor:
+    """The value that is quantised: of the norm in fp32, in float64 of such an x."""
+    return group_norm_silu.reference(x if x.dtype == torch.float64 else x.float(), gamma, beta, *others, **choices)
+
+
+def cost(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    fp8_scale: Tensor,
+    amax: Tensor,  # noqa: ARG001
+    counts: Tensor,  # noqa: ARG001
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    seed: Tensor | None = None,
+    offset: Tensor | None = None,
+    *,
+    groups: int,
+    row: int,  # noqa: ARG001
+    quads: bool = False,
+    eps: float = 1e-5,
+    act: str = "silu",
+    p: float = 0.0,
+) -> Cost:
+    """The norm's reads and FLOPs, then what quantising adds to them and writes."""
+    norm = group_norm_silu.cost(x, gamma, beta, scale, shift, seed, offset, groups=groups, eps=eps, act=act, p=p)
+    one = quantize_cost(x, fp8_scale[:1], fp8_format=_FORMAT)
+    copies = prod(quads_shape(*x.shape)) if quads else 0
+    return Cost(norm.flops + one.flops, norm.read_bytes + one.read_bytes - x.nbytes, one.write_bytes + copies)
+
+
+def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
+    """The default, then other valid slabs, those nearest to it first."""
+    call = Fp8Call(**arguments)
+    default = _default(call, target or target_of(call.x))
+    slabs = (Config(k, w) for k in range(1, call.groups + 1) if call.groups % k == 0 for w in _WARPS)
+    return nearest_first(default, [config for config in slabs if config.is_valid(call, call.quads)])
+
+
+def plan(*, config: Config | None = None, target: Target | None = None, **arguments: Any) -> Launch:
+    """The launch, whose arguments are all that it writes; its `words_ptr` are those of the quads. Runs nothing."""
+    call = Fp8Call(**arguments)
+    target = target or target_of(call.x)
+    check(call.x, _FORMAT, target)
+    if config is None:
+        # tuned for a scale alone, whose row it is does not matter
+        first = {name: arguments[name][:1] for name in ("fp8_scale", "amax", "counts")}
+        alike = {**arguments, **first, "row": 0}
+        config = tuned_config(OP, Config, lambda c: c.is_valid(call, call.quads), **alike) or _default(call, target)
+    if not config.is_valid(call, call.quads):
+        call.refuse(f"{config} is not valid for {call.groups} groups of {tuple(call.x.shape)}")
+    n, c, h, w = call.x.shape
+    y = empty_y(call.x, _FORMAT)
+    assert call.amax is not None  # as Fp8Call has checked
+    tiling = config.slab(call).constants(call)
+    constants = {**tiling, "BLOCK_P": config.rows(call), "PIECES": config.pieces(call, call.quads), "W": w}
+    launch: dict[str, Any] = {
+        "grid": (n * (call.groups // config.groups),),
+        "arguments": {
+            "x_ptr": call.x,
+            **call.parameters(),
+            "fp8_scale_ptr": call.fp8_scale,
+            "y_ptr": y,
+            "words_ptr": call.x.new_empty(quads_shape(n, c, h, w)[:4], dtype=torch.int32) if call.quads else None,
+            "amax_ptr": call.amax.view(torch.int32),
+            "counts_ptr": call.counts,
+            "row": call.row,
+            "images": n,
+        },
+        "constants": {**constants, **call.constants()},
+        "num_warps": config.num_warps,
+        "num_stages": 1,
+        "output": y,
+    }
+    if not call.p:
+        return Launch(forward_fp8_kernel, **launch)
+    # left alone, the compiler draws random bits early, in 128 registers: two programs. Bound to 80 it spills 8 to 56
+    # bytes, and three fit.
+    held = config.registers(call, call.quads)
+    bound = next(registers for most, registers in _BOUNDS.items() if held <= most)
+    return BoundedLaunch(forward_fp8_kernel, **launch, max_registers=bound)
+
+
+def _default(call: Fp8Call, target: Target) -> Config:
+    config = default_config(call, call.quads, target)
+    if config is None:
+        pieces = " and quarters of it in whole pieces" if call.quads else ""
+        call.refuse(f"no program holds a group of {call.group_channels} channels of {call.pixels} pixels{pieces}")
+    return config
+
+
+def group_norm_silu_fp8(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    fp8_scale: Tensor,
+    amax: Tensor,
+    counts: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    seed: Tensor | None = None,
+    offset: Tensor | None = None,
+    *,
+    groups: int,
+    row: int,
+    quads: bool = False,
+    eps: float = 1e-5,
+    act: str = "silu",
+    p: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    norm: dict[str, Any] = {"x": x, "gamma": gamma, "beta": beta, "scale": scale, "shift": shift}
+    norm |= {"seed": seed, "offset": offset, "groups": groups, "eps": eps, "act": act, "p": p}
+    # `data` has a version of its own, so that autograd sees no change
+    launch = plan(**norm, fp8_scale=fp8_scale, amax=amax.data, counts=counts.data, row=row, quads=quads)
+    y = launch.output
+    if y.numel():
+        check_launchable("group_norm_silu_fp8", launch.kernel, y)
+        launch.run()
+    words = launch.arguments["words_ptr"]
+    return y, words.view(y.dtype).view(quads_shape(*x.shape)) if isinstance(words, Tensor) else y.new_empty(0)
+
+
+def on_cpu(
+    x: Tensor, gamma: Tensor, beta: Tensor, fp8_scale: Tensor, amax: Tensor, counts: Tensor, *others: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """The same in plain PyTorch."""
+    names = ("scale", "shift", "seed", "offset")
+    given: dict[str, Any] = {**dict(zip(names, others, strict=False)), **kwargs}
+    call = Fp8Call(x=x, gamma=gamma, beta=beta, fp8_scale=fp8_scale, amax=amax, counts=counts, **given)
+    _default(call, target_of(x))
+    y8, _, peak, seen = quantized(_wide(**call.norm), fp8_scale[call.row], fp8_format=_FORMAT)
+    # maximum keeps NaN, as the order of bits does
+    amax.data[call.row] = torch.maximum(amax[call.row], peak[0])
+    counts.data[call.row] += seen[0]
+    y8 = y8.contiguous(memory_format=torch.channels_last)
+    return y8, to_quads(y8) if call.quads else y8.new_empty(0)
+
+
+def _fake(x: Tensor, *_args: Any, quads: bool = False, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+    y = empty_y(x, _FORMAT)
+    return y, y.new_empty(quads_shape(*x.shape) if quads else 0)
+
+
+def fp8_sample(why: str, x: tuple[int, int, int, int], groups: int, *, quads: bool = True, **options: Any) -> Sample:
+    """A `norm_sample` with the state of one tensor, of whose values some saturate and some vanish."""
+    norm = norm_sample(why, x, groups, **options)
+
+    def arguments(dtype: torch.dtype, device: str) -> dict[str, Any]:
+        state = {
+            "fp8_scale": torch.full((1,), 136.0, device=device),
+            "amax": torch.zeros(1, device=device),
+            "counts": torch.zeros(1, 3, dtype=torch.int64, device=device),
+        }
+        return {**norm.arguments(dtype, device), **state, "row": 0, "quads": quads}
+
+    return replace(norm, arguments=arguments)
+
+
+SAMPLES = (
+    fp8_sample("odd map, odd channels, no activation", (2, 15, 3, 7), 3, quads=False, act="none"),
+    fp8_sample("a quarter of four pixels, two images", (2, 64, 4, 4), 8),
+    fp8_sample("scale, shift and dropout", (2, 32, 8, 8), 4, scale=True, p=0.25),
+    *(
+        fp8_sample(f"UNet {side}x{side} {c}, batch 128", (128, c, side, side), 32, real_size=True)
+        for c, side in UNET_MAPS
+    ),
+    fp8_sample("UNet 32x32 128, y alone", (128, 128, 32, 32), 32, quads=False, real_size=True),
+    fp8_sample("UNet 16x16 256, scale, shift and dropout", (128, 256, 16, 16), 32, scale=True, p=0.1, real_size=True),
+)
+
+OP = Op(
+    name="group_norm_silu_fp8",
+    call=register(group_norm_silu_fp8, fake=_fake, on_cpu=on_cpu, cost=cost),
+    reference=reference,
+    cost=cost,
+    launcher=Launcher(plan, candidates),
+    samples=SAMPLES,
+    dtypes=FLOATS,
+    error_factor=2.0,
+    into=None,
+)

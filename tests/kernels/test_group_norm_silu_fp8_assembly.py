@@ -1,0 +1,177 @@
+"""What the interpreter does not run of group_norm_silu_fp8: its assembly, executed here, and its machine code."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ridgeline.kernels._group_norm_silu_fp8 import _QUANTIZING, _WEAVING
+from ridgeline.kernels._op import typical_target
+from ridgeline.kernels.group_norm_silu_fp8 import OP, plan
+from ridgeline.kernels.quantize_fp8 import quantized
+from ridgeline.sass import compile_many, inspect
+
+
+def codes(y: Tensor) -> Tensor:
+    """The bytes of FP8 values, all NaN alike."""
+    return y.view(torch.uint8).where(~y.float().isnan(), 0x7F)
+
+
+def to_bits(values: Tensor) -> Tensor:
+    return values.view(torch.int32).long() & 0xFFFFFFFF
+
+
+def floats(bits: Tensor) -> Tensor:
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def run_ptx(text: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The registers after some PTX, all of 32 bits or fewer in int64, a warp side by side; predicates too."""
+    registers = dict(inputs)
+    lanes = len(next(iter(inputs.values())))
+
+    def value(name: str) -> Tensor:
+        if name.startswith("{"):
+            low, high = map(value, name.strip("{}").split("|"))
+            return low | high << 16
+        number = name.replace("0f", "0x", 1)
+        return torch.full((lanes,), int(number, 0)) if number[0].isdigit() else registers[name]
+
+    def fp8(name: str) -> Tensor:
+        y = floats(value(name)).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return codes(y).long()
+
+    def chosen(lut: int, *operands: Tensor) -> Tensor:
+        bits = [[value_ >> bit & 1 for value_ in operands] for bit in range(32)]
+        return sum((lut >> (a << 2 | b << 1 | c) & 1) << bit for bit, (a, b, c) in enumerate(bits))  # pyright: ignore
+
+    def permuted(a: Tensor, b: Tensor, selector: int) -> Tensor:
+        both = a | b << 32
+        return sum((both >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i for i in range(4))  # pyright: ignore
+
+    skipping = False
+    for line in filter(
+        None, map(str.strip, re.split(r"[;\n]|(?<=:)", text.strip("{}").replace("{low, high}", "{low|high}")))
+    ):
+        if skipping or line.startswith(".reg") or line.endswith(":"):
+            skipping = skipping and not line.endswith(":")
+            continue
+        operation, rest = line.removeprefix("@!suspect ").split(" ", 1)
+        to, *names = [name.strip() for name in rest.split(",")]
+        match operation.split(".")[0], operation:
+            case "mov", _:
+                registers[to] = value(names[0])
+            case "abs", _:
+                registers[to] = value(names[0]) & 0x7FFFFFFF
+            case "max", _:
+                registers[to] = to_bits(torch.maximum(*map(floats, map(value, names))))
+            case "cvt", _:
+                registers[to] = fp8(names[1]) | fp8(names[0]) << 8
+            case "and", _:
+                registers[to] = value(names[0]) & value(names[1])
+            case "add", _:
+                registers[to] = value(names[0]) + value(names[1]) & 0xFFFFFFFF
+            case "lop3", _:
+                registers[to] = chosen(int(names[3], 0), *map(value, names[:3]))
+            case "prmt", _:
+                registers[to] = permuted(value(names[0]), value(names[1]), int(names[2], 0))
+            case "selp", _:
+                registers[to] = torch.where(value(names[2]) != 0, value(names[0]), value(names[1]))
+            case "vote", _:
+                registers[to] = value(names[0]).any().long().expand(lanes)
+            case "bra", _:
+                skipping = not registers["suspect"].any()
+            case _, "setp.ne.u32":
+                registers[to] = (value(names[0]) != value(names[1])).long()
+            case _, "setp.gt.f32":
+                registers[to] = (floats(value(names[0])) > floats(value(names[1]))).long()
+            case _, "setp.le.f32":
+                registers[to] = (floats(value(names[0])) <= floats(value(names[1]))).long()
+            case _, "setp.neu.and.f32":
+                registers[to] = (floats(value(names[0])) != floats(value(names[1]))).long() & value(names[2])
+            case _:
+                raise AssertionError(f"unknown PTX: {line}")
+    return registers
+
+
+@pytest.mark.parametrize("rare", [0.0, 0.02, 1.0])
+def test_the_assembly_quantises_and_counts_as_the_interpreter_does(rare: float):
+    """Elements as they mostly are, some from around every bound among them, or only such; 20 warps."""
+    g = torch.Generator().manual_seed(3)
+    for _ in range(20):
+        bounds = torch.tensor([464.0, 448.0, 432.0, 2.0**-9, 2.0**-10, 0.0, math.inf, math.nan, 1e-40])
+        special = bounds[torch.randint(len(bounds), (32, 8), generator=g)] * (
+            1 + 1e-6 * torch.randn(32, 8, generator=g)
+        )
+        usual = torch.randn(32, 8, generator=g).clamp(min=-3) + 4
+        y = torch.where(torch.rand(32, 8, generator=g) < rare, special, usual)
+        kept = torch.where(torch.rand(32, 8, generator=g) < 0.1, 0.0, y)
+        peak = torch.rand(32, generator=g)
+        inputs = {f"${4 + i}": to_bits(kept[:, i].contiguous()) for i in range(8)}
+        inputs |= {f"${12 + i}": to_bits(kept[:, i].contiguous()) for i in range(8)}
+        inputs |= {f"${20 + i}": to_bits(y[:, i].contiguous()) for i in range(8)}
+        found = run_ptx(_QUANTIZING.value, {**inputs, "$28": to_bits(peak), "$29": torch.arange(32)})
+        right, _, _, seen = quantized(kept, torch.ones(1), fp8_format="e4m3")
+        both = found["$0"] | found["$1"] << 32
+        assert torch.equal(torch.stack([both >> 8 * i & 0xFF for i in range(8)], 1), codes(right).long())
+        largest = torch.maximum(peak, kept.abs().amax(1))
+        assert torch.equal(floats(found["$2"]).nan_to_num(nan=-1.0), largest.nan_to_num(nan=-1.0))
+        events = found["$3"] - torch.arange(32)
+        assert [(events >> 16).sum().item(), (events & 0xFFFF).sum().item()] == seen[0, :2].tolist()
+        assert found["suspect"].any() == (rare > 0), "only some warps count"
+
+
+def test_the_assembly_weaves_the_bytes_of_four_pieces():
+    pieces = torch.randint(256, (4, 8, 4), generator=torch.Generator().manual_seed(0))
+    shifts = torch.tensor([0, 8, 16, 24])
+    found = run_ptx(_WEAVING.value, {f"${4 + k}": (pieces[k] << shifts).sum(1) for k in range(4)})
+    for i in range(4):
+        assert torch.equal(found[f"${i}"], (pieces[:, :, i].t() << shifts).sum(1))
+
+
+# --- machine code --------------------------------------------------------------------------------------------------
+
+CASES = (
+    ("sm_90", "32x32 128, batch", 80, 24.5),
+    ("sm_90", "32x32 384", 128, 25.5),  # two programs
+    ("sm_90", "16x16 256, scale", 128, 35.5),  # likewise, before the launch bounds it
+    ("sm_120", "32x32 128, y alone", 80, 22.0),
+)
+
+
+def test_machine_code():
+    """Three programs of eight warps a multiprocessor, wide accesses, nothing spilled, few instructions."""
+    launches = [
+        plan(
+            target=typical_target(arch),
+            **next(s for s in OP.samples if s.real_size and why in s.why).arguments(torch.bfloat16, "meta"),
+        )
+        for arch, why, *_ in CASES
+    ]
+    binaries = compile_many([launch.source(arch) for launch, (arch, *_) in zip(launches, CASES, strict=True)])
+    for launch, binary, (arch, why, registers, most) in zip(launches, binaries, CASES, strict=True):
+        report, where = inspect(binary), (arch, why)
+        assert not report.problems, (where, report.problems)
+        assert report.registers <= registers, (where, report.registers)
+        constants: dict[str, Any] = dict(launch.constants)
+        elements = constants["PIECES"] * constants["BLOCK_P"] * constants["BLOCK_C"] // (32 * launch.num_warps)
+        quads, drops = launch.arguments["words_ptr"] is not None, constants["DROPPED"] > 0
+        padded = constants["BLOCK_C"] > constants["K"] * constants["CG"]
+        converted = sum(n for name, n in report.instructions.items() if name.startswith("F2FP.SATFINITE.E4M3"))
+        # what decides whether to count is converted too where it is something else
+        assert converted == elements // 2 * (1 + (drops or padded)), where
+        assert report.instructions["LDG.E.128"] >= elements // 8, where
+        assert report.instructions["STG.E.64"] == elements // 8, where
+        # words: each once, and again where they neighbour the next quarter
+        assert report.instructions.get("STG.E.128", 0) >= quads * elements // 16, where
+        assert not {name for name in report.instructions if name.startswith("STG.E.U")}, where
+        # seven an element stand behind branches that warps rarely take: they count
+        assert sum(report.instructions.values()) <= (most + 7) * elements, where
+        bound = launch.options.get("maxnreg", 255)
+        assert bound == (80 if drops else 255), where
+    assert all(launch.num_warps <= 8 for launch in launches)
