@@ -39,21 +39,29 @@ def backward_kernel(
     dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, residual_ptr, sums_ptr, dx_ptr,
     HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """dx of one slab and its sums [N, 1, 2, C] fp32, with the slabs of x and dy in registers."""
+    """dx of one slab and its sums [N, 1, ROWS, C] fp32, of dx too if ROWS is 3; slabs of x and dy wait in registers."""
     n, slab, x, g, done_pc, centre_c, a_c, b_c, d_c = slab_gradient(
         dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, sums_ptr,
-        HW, C, CG, K, SCALE_ROW, SHIFT_ROW, EPS, ACT, DROPPED, BLOCK_P, BLOCK_C, KP, PIECES,
+        HW, C, CG, K, SCALE_ROW, SHIFT_ROW, EPS, ACT, DROPPED, BLOCK_P, BLOCK_C, KP, PIECES, ROWS,
     )  # fmt: skip
+    whole: tl.constexpr = PIECES * BLOCK_P == HW and K * CG == BLOCK_C
+    third_pc = tl.full((BLOCK_P, BLOCK_C), 0, tl.float32)
     for piece in tl.static_range(PIECES):
         at_pc, inside_pc = tile_at(n, slab, piece * BLOCK_P, HW, C, K * CG, BLOCK_P, BLOCK_C)
         centred_pc = after(x[piece], done_pc) - centre_c[None, :]
         dx_pc = a_c[None, :] * after(g[piece], done_pc) - centred_pc * b_c[None, :] - d_c[None, :]
         if residual_ptr is not None:
             dx_pc += tl.load(residual_ptr + at_pc, mask=inside_pc, other=0.0).to(tl.float32)
+        if ROWS == 3:
+            third_pc += dx_pc if whole else tl.where(inside_pc, dx_pc, 0.0)
         done_pc = dx_pc.to(x[piece].dtype)
         tl.store(dx_ptr + at_pc, done_pc, mask=inside_pc)
+    if ROWS == 3:
+        c = tl.arange(0, BLOCK_C)
+        row = sums_ptr + n.to(tl.int64) * (ROWS * C) + 2 * C + slab * (K * CG)
+        tl.store(row + c, tl.sum(third_pc, 0), mask=c < K * CG)
 
 
 @triton.jit
@@ -121,24 +129,31 @@ def backward_apply_kernel(
 
 @triton.jit
 def parameters_kernel(
-    sums_ptr, gamma_ptr, beta_ptr, scale_ptr, dgamma_ptr, dbeta_ptr, dscale_ptr, dshift_ptr, n_count,
-    C: tl.constexpr, PARTS: tl.constexpr, SCALE_ROW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    sums_ptr, gamma_ptr, beta_ptr, scale_ptr, dgamma_ptr, dbeta_ptr, dscale_ptr, dshift_ptr, dx_sum_ptr, n_count,
+    C: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, SCALE_ROW: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of gamma, beta, scale and shift from the sums, in one fixed order; a program takes BLOCK_C channels."""
+    """Gradients of gamma, beta, scale and shift from the sums, in one fixed order; a program takes BLOCK_C channels.
+
+    With `dx_sum` also the sum of dx, of the third of ROWS rows.
+    """
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     gamma_c = tl.load(gamma_ptr + c, mask=c < C, other=0.0).to(tl.float32)
     beta_c = tl.load(beta_ptr + c, mask=c < C, other=0.0).to(tl.float32)
     dgamma_nc = tl.full((BLOCK_N, BLOCK_C), 0, tl.float32)
     dbeta_nc = tl.full((BLOCK_N, BLOCK_C), 0, tl.float32)
+    dx_nc = tl.full((BLOCK_N, BLOCK_C), 0, tl.float32)
     for block in range(tl.cdiv(n_count, BLOCK_N)):
         n = (block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None].to(tl.int64)
         inside = (n < n_count) & (c < C)[None, :]
         first_nc = tl.full((BLOCK_N, BLOCK_C), 0, tl.float32)
         second_nc = tl.full((BLOCK_N, BLOCK_C), 0, tl.float32)
         for part in range(PARTS):
-            row = sums_ptr + (n * PARTS + part) * (2 * C) + c[None, :]
+            row = sums_ptr + (n * PARTS + part) * (ROWS * C) + c[None, :]
             first_nc += tl.load(row, mask=inside, other=0.0)
             second_nc += tl.load(row + C, mask=inside, other=0.0)
+            if dx_sum_ptr is not None:
+                dx_nc += tl.load(row + 2 * C, mask=inside, other=0.0)
         if dshift_ptr is not None:
             tl.store(dshift_ptr + n * C + c[None, :], first_nc.to(dshift_ptr.dtype.element_ty), mask=inside)
         if scale_ptr is not None:
@@ -151,6 +166,8 @@ def parameters_kernel(
         dbeta_nc += first_nc
     tl.store(dgamma_ptr + c, tl.sum(dgamma_nc, 0).to(dgamma_ptr.dtype.element_ty), mask=c < C)
     tl.store(dbeta_ptr + c, tl.sum(dbeta_nc, 0).to(dbeta_ptr.dtype.element_ty), mask=c < C)
+    if dx_sum_ptr is not None:
+        tl.store(dx_sum_ptr + c, tl.sum(dx_nc, 0), mask=c < C)
 
 
 @triton.jit
@@ -158,7 +175,7 @@ def slab_gradient(
     dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, sums_ptr,
     HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """(n, slab, x, g, done, centre, a, b, d) of this program: dx = a g - b (x - centre) - d; stores its sums."""
     n, slab, _ = place(C, K * CG, 1)
@@ -195,7 +212,7 @@ def slab_gradient(
         g = g + (done_pc,)  # noqa: RUF005 - Triton cannot unpack
     first_c = tl.sum(first_pc, 0) * keep_scale(DROPPED)
     second_c = (tl.sum(second_pc, 0) * keep_scale(DROPPED) + (centre_c - mean_c) * first_c) * rstd_c
-    _store_sums(sums_ptr + n.to(tl.int64) * (2 * C), first_c, second_c, slab, C, K * CG, BLOCK_C)
+    _store_sums(sums_ptr + n.to(tl.int64) * (ROWS * C), first_c, second_c, slab, C, K * CG, BLOCK_C)
     a_c, b_c, d_c = _coefficients(first_c, second_c, weight_c, rstd_c, HW * CG, CG, KP)
     a_c *= keep_scale(DROPPED)
     d_c += (centre_c - mean_c) * b_c

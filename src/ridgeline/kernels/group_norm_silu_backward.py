@@ -7,6 +7,9 @@ all else  the forward's own arguments
 returns   dx [N, C, H, W] channels_last, dtype of x; dgamma [C], dbeta [C], dscale [N, C], dshift [N, C], each in the
           dtype of what it is the gradient of; dscale and dshift are empty where there is no scale or shift
 
+`group_norm_silu_backward_summed` returns (dx, its sum over images and pixels [C] fp32, then the others): the gradient
+of the bias of a convolution before the norm, from values that are not rounded yet, at no byte more.
+
 Accumulates in fp32; no atomics, so equal calls give equal bits. Raises ValueError or TypeError as the forward does.
 
 Mean, 1/deviation, the activation's argument and dropout's mask come again from x, gamma, beta, scale, shift, seed and
@@ -61,6 +64,7 @@ from ridgeline.kernels._op import (
 
 ParameterGradients = tuple[Tensor, Tensor, Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+SummedGradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 _AGAIN_FLOPS = 8  # mean 1, centred square 3, argument of the activation 4
 _ACTIVATION_FLOPS = {"none": 0, "silu": 8}
@@ -147,8 +151,13 @@ def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Confi
     return proposals(call, target or target_of(call.x))
 
 
-def plan(*, config: Config | None = None, target: Target | None = None, **arguments: Any) -> Launch:
-    """The launch or launches that make dx and, as its argument `sums_ptr`, the sums [N, parts, 2, C]. Runs nothing."""
+def plan(
+    *, sum_dx: bool = False, config: Config | None = None, target: Target | None = None, **arguments: Any
+) -> Launch:
+    """The launch or launches that make dx and, as its argument `sums_ptr`, the sums [N, parts, rows, C]. Runs nothing.
+
+    Rows are 2, and with `sum_dx` 3 where one launch does it all.
+    """
     call = BackwardCall(**arguments)
     target = target or target_of(call.x)
     if config is None:
@@ -158,12 +167,14 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
         call.refuse(f"{config} is not valid for {call.groups} groups of {tuple(call.x.shape)} on {target.arch}")
     n, c = call.x.shape[:2]
     dx = torch.empty_like(call.x, memory_format=torch.channels_last)
-    sums = torch.empty((n, config.parts(call), 2, c), dtype=torch.float32, device=call.x.device)
+    rows = 3 if sum_dx and config.whole(call) else 2
+    sums = torch.empty((n, config.parts(call), rows, c), dtype=torch.float32, device=call.x.device)
     common: dict[str, Tensor | None] = {"dy_ptr": call.dy, "x_ptr": call.x, **call.parameters(), "sums_ptr": sums}
     last = {"residual_ptr": call.residual, "dx_ptr": dx}
     constants = {**config.constants(call), **call.constants()}
     options: dict[str, Any] = {"grid": (config.programs(call),), "num_warps": config.num_warps, "num_stages": 1}
     if config.whole(call):
+        constants["ROWS"] = rows
         one: dict[str, Any] = {"arguments": {**common, **last}, "constants": constants, "output": dx, **options}
         if not call.p:
             return Launch(backward_kernel, **one)
@@ -206,24 +217,54 @@ def group_norm_silu_backward(
     return launch.output, *run(call, launch)
 
 
-def run(call: BackwardCall, launch: Launch) -> ParameterGradients:
-    """Run `launch` and the one after it, which makes dgamma, dbeta, dscale and dshift: those are returned."""
+def group_norm_silu_backward_summed(
+    dy: Tensor,
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    seed: Tensor | None = None,
+    offset: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    groups: int,
+    eps: float = 1e-5,
+    act: str = "silu",
+    p: float = 0.0,
+) -> SummedGradients:
+    call = BackwardCall(x, gamma, beta, scale, shift, seed, offset, groups, eps, act, p, dy, residual)
+    launch = plan(sum_dx=True, **vars(call))
+    dx_sum = _zero_sum(x)
+    found = run(call, launch, dx_sum)
+    if not _sums_dx(launch):
+        dx_sum = _sum(launch.output)
+    return launch.output, dx_sum, *found
+
+
+def run(call: BackwardCall, launch: Launch, dx_sum: Tensor | None = None) -> ParameterGradients:
+    """Run `launch` and the one after it, which makes dgamma, dbeta, dscale and dshift: those are returned.
+
+    `dx_sum` is written if the launch sums dx.
+    """
     found = empty_gradients(call.x, call.gamma, call.beta, call.scale, call.shift)
     if call.x.numel():
         check_launchable(call.name, launch.kernel, call.x)
         launch.run()
-        parameters_launch(call, launch, found).run()
+        parameters_launch(call, launch, found, dx_sum).run()
     else:
         for gradient in found:
             gradient.zero_()
     return found
 
 
-def parameters_launch(call: BackwardCall, launch: Launch, found: tuple[Tensor, ...]) -> Launch:
-    """The launch after `launch` that makes `found` (dgamma, dbeta, dscale, dshift) of its sums."""
+def parameters_launch(
+    call: BackwardCall, launch: Launch, found: tuple[Tensor, ...], dx_sum: Tensor | None = None
+) -> Launch:
+    """The launch after `launch` that makes `found` (dgamma, dbeta, dscale, dshift), and `dx_sum`, of its sums."""
     sums = launch.arguments["sums_ptr"]
     assert isinstance(sums, Tensor)
-    n, parts, _, c = sums.shape
+    n, parts, rows, c = sums.shape
     dgamma, dbeta, dscale, dshift = found
     return Launch(
         parameters_kernel,
@@ -233,10 +274,11 @@ def parameters_launch(call: BackwardCall, launch: Launch, found: tuple[Tensor, .
             "dgamma_ptr": dgamma, "dbeta_ptr": dbeta,
             "dscale_ptr": None if call.scale is None else dscale,
             "dshift_ptr": None if call.shift is None else dshift,
+            "dx_sum_ptr": dx_sum if _sums_dx(launch) else None,
             "n_count": n,
         },
         constants={
-            "C": c, "PARTS": parts, "SCALE_ROW": call.constants()["SCALE_ROW"],
+            "C": c, "PARTS": parts, "ROWS": rows, "SCALE_ROW": call.constants()["SCALE_ROW"],
             "BLOCK_N": _BLOCK_N, "BLOCK_C": _BLOCK_C,
         },
         num_warps=4,
@@ -250,6 +292,18 @@ def empty_gradients(
 ) -> ParameterGradients:
     """Uninitialised dgamma, dbeta, dscale, dshift."""
     return _like(gamma, x), _like(beta, x), _like(scale, x), _like(shift, x)
+
+
+def _sums_dx(launch: Launch) -> bool:
+    return launch.constants.get("ROWS") == 3
+
+
+def _sum(dx: Tensor) -> Tensor:
+    return dx.sum((0, 2, 3), dtype=torch.promote_types(dx.dtype, torch.float32))
+
+
+def _zero_sum(x: Tensor) -> Tensor:
+    return x.new_zeros(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def _like(tensor: Tensor | None, x: Tensor) -> Tensor:
@@ -273,6 +327,16 @@ def _fake(
 def _on_cpu(*args: Any, **kwargs: Any) -> Gradients:
     dx, *others = gradients(*args, **kwargs)
     return (dx.contiguous(memory_format=torch.channels_last), *others)  # pyright: ignore[reportReturnType]
+
+
+def _fake_summed(dy: Tensor, x: Tensor, *parameters: Any, **choices: Any) -> SummedGradients:
+    dx, *others = _fake(dy, x, *parameters, **choices)
+    return dx, _zero_sum(x), *others  # pyright: ignore[reportReturnType]
+
+
+def _summed_on_cpu(*args: Any, **kwargs: Any) -> SummedGradients:
+    dx, *others = _on_cpu(*args, **kwargs)
+    return dx, _sum(dx), *others  # pyright: ignore[reportReturnType]
 
 
 SAMPLES = (
@@ -299,3 +363,6 @@ OP = Op(
     error_factor=2.0,
     into=None,
 )
+
+register(group_norm_silu_backward_summed, fake=_fake_summed, on_cpu=_summed_on_cpu, cost=cost)
+SUMMED = torch.ops.ridgeline.group_norm_silu_backward_summed.default
