@@ -203,6 +203,7 @@ def test_depthwise_weight_gradients_are_divided_by_groups_once() -> None:
 OPERATORS = (
     *kernels.ALL,
     *kernels.PASSES,
+    *kernels.FP8,
     group_norm_silu_backward.OP,
     attention_packed.OP,
     attention_packed_backward.OP,
@@ -218,7 +219,8 @@ def is_told(arguments: dict) -> bool:
 
 @pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.name)
 def test_the_operators_of_the_project(op: kernels.Op, tmp_path: Path) -> None:
-    samples = [sample.arguments(torch.float16, "meta") for sample in op.samples]  # which run nothing
+    dtype = torch.float16 if torch.float16 in op.dtypes else op.dtypes[0]
+    samples = [sample.arguments(dtype, "meta") for sample in op.samples]  # which run nothing
     told = [arguments for arguments in samples if is_told(arguments)]
     assert len(told) > 1
     expected = [(cost.flops, cost.bytes) for cost in (op.cost(**arguments) for arguments in told)]

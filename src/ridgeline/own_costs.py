@@ -17,6 +17,7 @@ from ridgeline.trace import Dims
 _SILU_FLOPS, _SILU_BACKWARD_FLOPS, _DROPOUT_FLOPS = 4, 8, 2
 _AGAIN_FLOPS = 8  # mean 1, centred square 3, argument of the activation 4: what a gradient computes from x again
 _BIAS_BYTES = 4  # folded from a norm's statistics, which are fp32
+_BF16_BYTES = 2
 _DETECTION_BYTES = 6 * 4  # box, score and class
 
 
@@ -43,6 +44,21 @@ def _conv2d_wgrad(a: Arguments) -> Work:
     dy, x, filter_size = a.dims(0), a.dims(1), spread(a.numbers(2), 2)
     conv = Conv(x, (dy[1], x[1], *filter_size), (1,), a.numbers(3), (1,))
     return Work(conv.flops, a.bytes(0, 1) + prod(conv.weight) * a.item(0), f"wgrad {conv}", "wgrad")
+
+
+def _conv2d_fp8(a: Arguments) -> Work:
+    """Of the inverse scales two are read; the result is bf16."""
+    conv = Conv(a.dims(0), a.dims(1), (1,), a.numbers(6), (1,))
+    return Work(conv.flops, a.bytes(0, 1) + prod(conv.y) * _BF16_BYTES, str(conv), "fprop")
+
+
+def _conv2d_wgrad_fp8(a: Arguments) -> Work:
+    """Of quads [C, N, H / 4 + 2, W, 4]; what they hold twice is not counted."""
+    (k, *_), (c, n, rows, w, lanes) = a.dims(0), a.dims(1)
+    r, s = spread(a.numbers(3), 2)
+    conv = Conv((n, c, lanes * (rows - 2), w), (k, c, r, s), (1,), (r // 2, s // 2), (1,))
+    moved_bytes = prod(conv.x) + prod(conv.y) + prod(conv.weight) * _BF16_BYTES
+    return Work(conv.flops, moved_bytes, f"wgrad {conv}", "wgrad")
 
 
 def _conv_chain(a: Arguments) -> Work:
@@ -164,6 +180,8 @@ _FORMULAS: dict[str, Formula] = {
     "conv2d_fprop": _conv2d_fprop,
     "conv2d_dgrad": _conv2d_dgrad,
     "conv2d_wgrad": _conv2d_wgrad,
+    "conv2d_fp8": _conv2d_fp8,
+    "conv2d_wgrad_fp8": _conv2d_wgrad_fp8,
     "depthwise_conv2d_act": _conv_act,
     "conv_chain": _conv_chain,
     "conv_pair_chain": _conv_pair_chain,
@@ -176,5 +194,6 @@ _FORMULAS: dict[str, Formula] = {
     "attention_packed_backward": _attention_packed_backward,
     "group_norm_silu": _group_norm_silu,
     "group_norm_silu_backward": _group_norm_silu_backward,
+    "group_norm_silu_backward_summed": _group_norm_silu_backward,
 }
 OWN = _FORMULAS | {f"{name}_into": _into(formula) for name, formula in _FORMULAS.items()}
