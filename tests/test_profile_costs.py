@@ -13,7 +13,13 @@ from torch.profiler import ProfilerActivity, profile
 from ridgeline import kernels
 from ridgeline.call_work import Work, shapes_of
 from ridgeline.cost import CostMode
-from ridgeline.kernels import attention_packed, attention_packed_backward, group_norm_silu_backward
+from ridgeline.kernels import (
+    attention_packed,
+    attention_packed_backward,
+    group_norm_silu_backward,
+    group_norm_silu_backward_fp8,
+    group_norm_silu_fp8,
+)
 from ridgeline.profile_costs import works_of
 from ridgeline.trace import Call
 
@@ -205,6 +211,8 @@ OPERATORS = (
     *kernels.PASSES,
     *kernels.FP8,
     group_norm_silu_backward.OP,
+    group_norm_silu_fp8.OP,
+    group_norm_silu_backward_fp8.OP,
     attention_packed.OP,
     attention_packed_backward.OP,
 )

@@ -18,6 +18,8 @@ _SILU_FLOPS, _SILU_BACKWARD_FLOPS, _DROPOUT_FLOPS = 4, 8, 2
 _AGAIN_FLOPS = 8  # mean 1, centred square 3, argument of the activation 4: what a gradient computes from x again
 _BIAS_BYTES = 4  # folded from a norm's statistics, which are fp32
 _BF16_BYTES = 2
+_QUANTISING_FLOPS = 4  # of an element, as in kernels/quantize_fp8
+_FP8_ROW_BYTES = 4 + 4 + 3 * 8  # scale, largest magnitude, three counts
 _DETECTION_BYTES = 6 * 4  # box, score and class
 
 
@@ -161,6 +163,30 @@ def _group_norm_silu_backward(a: Arguments) -> Work:
     return Work(flops * prod(a.dims(1)), a.all_bytes() + a.bytes(1, 2, 3, 4, 5), shapes_of(a.call))
 
 
+def _group_norm_silu_fp8(a: Arguments) -> Work:
+    flops = NORM_FLOPS["training"] + _SILU_FLOPS + _dropout(a, 15) + _QUANTISING_FLOPS
+    return Work(flops * prod(a.dims(0)), a.bytes(0, 1, 2, 6, 7, 8, 9) + _in_fp8(a, 0, 12), shapes_of(a.call))
+
+
+def _group_norm_silu_backward_fp8(a: Arguments) -> Work:
+    flops = NORM_FLOPS["backward"] + _AGAIN_FLOPS + _SILU_BACKWARD_FLOPS + _dropout(a, 18) + a.has(11)
+    read = a.bytes(0, 1, 2, 3, 7, 8, 9, 10, 11)
+    written = a.bytes(2, 3, 7, 8) + (a.bytes(1) if a.flag(15) else 0)
+    total = (flops + _QUANTISING_FLOPS) * prod(a.dims(1))
+    return Work(total, read + written + _in_fp8(a, 1, 14), shapes_of(a.call))
+
+
+def _quantize_fp8_recorded(a: Arguments) -> Work:
+    return Work(_QUANTISING_FLOPS * prod(a.dims(0)), a.bytes(0) + _in_fp8(a, 0, 6), by(a.dims(0)))
+
+
+def _in_fp8(a: Arguments, map_: int, quads: int) -> int:
+    """Bytes of a map in FP8, of its quads where that flag is set, and of one row of the state."""
+    n, c, h, w = a.dims(map_)
+    copy = n * c * (h // 4 + 2) * w * 4 if a.flag(quads) else 0
+    return n * c * h * w + copy + _FP8_ROW_BYTES
+
+
 def _into(formula: Formula) -> Formula:
     """Of the operator that writes into its first argument and otherwise does the same."""
 
@@ -195,5 +221,8 @@ _FORMULAS: dict[str, Formula] = {
     "group_norm_silu": _group_norm_silu,
     "group_norm_silu_backward": _group_norm_silu_backward,
     "group_norm_silu_backward_summed": _group_norm_silu_backward,
+    "group_norm_silu_fp8": _group_norm_silu_fp8,
+    "group_norm_silu_backward_fp8": _group_norm_silu_backward_fp8,
+    "quantize_fp8_recorded": _quantize_fp8_recorded,
 }
 OWN = _FORMULAS | {f"{name}_into": _into(formula) for name, formula in _FORMULAS.items()}
