@@ -18,6 +18,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -28,13 +29,12 @@ import _rows
 from kernels import CALLS, repeat, version
 from ridgeline import units
 from ridgeline.errors import RidgelineError, VerificationFailed
-from ridgeline.kernels import Op, conv2d_dgrad, conv2d_fp8, conv2d_fprop, conv2d_wgrad_fp8, quantize_fp8
+from ridgeline.kernels import Op, conv2d_dgrad, conv2d_fprop, conv2d_wgrad_fp8
 from ridgeline.kernels._op import dtype_name, tuned_row
-from ridgeline.kernels._quads import why_not
-from ridgeline.kernels._quantize_fp8 import FORMATS
 from ridgeline.numerics import compare, to_float64
 from ridgeline.step_recipe import NAMED
 from ridgeline.timing import time_many
+from ridgeline.train_rewrites import fp8_prices
 from ridgeline.train_rewrites.use_convolutions import Convolution
 from ridgeline.tuning import tune_all
 from ridgeline.workloads import ddpm_ladder
@@ -82,58 +82,23 @@ class Call:
 
 
 def passes(convolution: Convolution, *, fp8: bool) -> Iterator[Call]:
-    """All three passes; in FP8 those whose sizes its kernels take."""
-    for op, arguments in convolution.problems():
-        assert op.launcher.rival is not None
-        theirs = op.launcher.rival(**arguments)
-        if not fp8:
-            yield Call(op, arguments, dtype_name(convolution.dtype), theirs)
-        elif op is conv2d_fprop.OP:
-            yield _in_fp8(arguments["x"], arguments["weight"], arguments["padding"], "e4m3", theirs)
-        elif op is conv2d_dgrad.OP:
-            turned = conv2d_fp8.for_dgrad(arguments["weight"])
-            sides = zip(turned.shape[2:], arguments["padding"], strict=True)
-            yield _in_fp8(arguments["dy"], turned, tuple(side - 1 - p for side, p in sides), "e5m2", theirs)
-        elif why_not(*arguments["x"].shape[2:]) is None:
-            yield _wgrad_in_fp8(arguments["dy"], arguments["x"], arguments["kernel_size"], theirs)
+    """All three passes; in FP8 those that have a kernel for these sizes."""
+    given = dict(convolution.problems())
+    if not fp8:
+        for op, arguments in given.items():
+            yield Call(op, arguments, dtype_name(convolution.dtype), _rival(op, arguments))
+        return
+    x, dy = given[conv2d_fprop.OP]["x"], given[conv2d_dgrad.OP]["dy"]
+    read = ((x, "e4m3"),), ((dy, "e5m2"),), ((x, "e4m3"), (dy, "e5m2"))
+    of_bf16 = zip(given.items(), read, strict=True)
+    for (op, arguments), (rival, maps) in zip(fp8_prices.problems(convolution), of_bf16, strict=False):
+        quantize = partial(fp8_prices.quantised, *maps, quads=op is conv2d_wgrad_fp8.OP)
+        yield Call(op, arguments, f"fp8 {maps[-1][1]}", _rival(*rival), quantize)
 
 
-def _in_fp8(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    padding: tuple[int, ...],
-    fp8_format: str,
-    theirs: Callable[[], torch.Tensor],
-) -> Call:
-    """Both scaled as their largest magnitude asks for; "e5m2" is for gradients."""
-    scales = [_scale(x, fp8_format), _scale(weight, "e4m3")]
-    narrow = [
-        quantize_fp8.OP(x, scales[0], fp8_format=fp8_format)[0],
-        quantize_fp8.OP(weight, scales[1], fp8_format="e4m3")[0],
-    ]
-    arguments = {"x": narrow[0], "weight": narrow[1], "inverse": 1 / torch.cat(scales), "x_row": 0, "weight_row": 1}
-    launch = quantize_fp8.plan(x=x, scale=scales[0], fp8_format=fp8_format)
-    return Call(conv2d_fp8.OP, {**arguments, "padding": padding}, f"fp8 {fp8_format}", theirs, launch.run)
-
-
-def _wgrad_in_fp8(
-    dy: torch.Tensor, x: torch.Tensor, kernel_size: tuple[int, int], theirs: Callable[[], torch.Tensor]
-) -> Call:
-    scales = [_scale(dy, "e5m2"), _scale(x, "e4m3")]
-    made = ((dy, scales[0], "e5m2"), (x, scales[1], "e4m3"))
-    quads = [quantize_fp8.OP(map_, scale, fp8_format=name, columns=True)[1] for map_, scale, name in made]
-    launches = [quantize_fp8.plan(x=map_, scale=scale, fp8_format=name, columns=True) for map_, scale, name in made]
-    arguments = {"dy": quads[0], "x": quads[1], "inverse": 1 / torch.cat(scales), "dy_row": 0, "x_row": 1}
-
-    def quantize() -> None:
-        for launch in launches:
-            launch.run()
-
-    return Call(conv2d_wgrad_fp8.OP, {**arguments, "kernel_size": kernel_size}, "fp8 e5m2", theirs, quantize)
-
-
-def _scale(x: torch.Tensor, fp8_format: str) -> torch.Tensor:
-    return FORMATS[fp8_format].largest / x.abs().amax().float().reshape(1)
+def _rival(op: Op, arguments: dict[str, Any]) -> Callable[[], torch.Tensor]:
+    assert op.launcher.rival is not None
+    return op.launcher.rival(**arguments)
 
 
 def bench(call: Call, where: _rows.Machine, batch: int) -> tuple[list[_rows.Row], float]:

@@ -115,6 +115,21 @@ class DelayedScaling:
         """[tensors] fp32: the largest magnitudes since the last update, in the order of `formats`."""
         return self._state.amax
 
+    @property
+    def counts(self) -> Tensor:
+        """[tensors, 3] int64: elements that saturated, that vanished, and all, since the last update."""
+        return self._state.counts
+
+    @property
+    def scale(self) -> Tensor:
+        """[tensors] fp32, what is multiplied by to quantise."""
+        return self._state.scale
+
+    @property
+    def inverse(self) -> Tensor:
+        """[tensors] fp32, 1 / scale."""
+        return self._state.inverse
+
     def slot(self, name: str) -> Slot:
         """Views of one tensor's state; they stay valid. Raises UsageError for an unknown name."""
         index, state = self._find(name), self._state

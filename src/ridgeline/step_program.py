@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd.graph import increment_version
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
@@ -20,12 +21,14 @@ from torch.optim import Optimizer
 from ridgeline.device_optimizer import DeviceOptimizer, PlainOptimizer, load_state_, portable_state, refusal
 from ridgeline.ema import Ema
 from ridgeline.errors import NotEngaged, UsageError
+from ridgeline.fp8_step import Fp8Step, paying_passes
 from ridgeline.layout_copies import LayoutWatch
 from ridgeline.loss_scale import LossScaler
 from ridgeline.optimizer_kernel import OnePass, one_pass
 from ridgeline.step_recipe import DTYPES, StepRecipe
 from ridgeline.step_state import Snapshot, Structure, Watched, micro_batches, rebuild
 from ridgeline.train_backend import TrainBackend, inductor
+from ridgeline.train_rewrites.fp8_passes import chosen_passes
 from ridgeline.weight_copies import WeightCopies, norm_in_fp32
 
 Loss = Callable[[Any, Any], Tensor]
@@ -80,16 +83,25 @@ class StepProgram:
                 )
         self.copies = WeightCopies()
         self.layouts = LayoutWatch()
-        self.backend = TrainBackend(recipe.rewrites, inductor(recipe.compile_mode, self.layouts.see), self.copies)
+        wanted = recipe.fp8 != "never"
+        choose = chosen_passes if recipe.fp8 == "always" else paying_passes
+        rules: dict[str, Any] = {"rule": recipe.fp8_scaling, "limits": recipe.fp8_limits}
+        self.fp8 = Fp8Step(self.device, wanted=wanted, choose=choose, **rules)
+        compiler = inductor(recipe.compile_mode, self._see)
+        self.backend = TrainBackend(recipe.rewrites, compiler, self.copies, self.fp8 if wanted else None)
         self._compiled: tuple[Any, Loss] | None = None
         self.settle_()
 
     def run(self, leaves: Sequence[Tensor], structure: Structure, *, compiled: bool) -> tuple[Tensor, Tensor | None]:
         """One step: (loss, norm of the gradients before clipping, None without clip), both on the device."""
+        if compiled:
+            self.fp8.begin_()
         loss = self.accumulate_(leaves, structure, compiled=compiled)
         if compiled and self.copies.close_():
             # the first compiled step has shown which weights have copies, and the pass is to write them
             self.one_pass, self.why_not_one_pass = self._one_pass()
+        if compiled:
+            self.fp8.end_(self.copies.of)
         # betas that have changed stand in no table yet: such a step is one of PyTorch's kernels
         one_pass = self.one_pass if self._is_current(self.one_pass) else None
         if one_pass is None:
@@ -156,6 +168,11 @@ class StepProgram:
         self.why_not_copies = self._why_not_copies()
         if self.why_not_copies is None:
             self.copies.open_(self.parameters())
+        self.fp8.open_(self.parts.model.named_parameters())
+
+    def moved(self) -> bool:
+        """Whether graphs so far are of other tensors, or of other layers in FP8, than this program's now."""
+        return self.fp8.review_() or self.watched.moved()
 
     def prepare_(self) -> None:
         """Before a capture: what cannot be made during it. Graphs that were captured before keep what they had."""
@@ -176,9 +193,11 @@ class StepProgram:
         """After a step that a graph took: weights were written, which their versions do not show by themselves."""
         increment_version([p for p in self.parameters() if p.requires_grad])
         self.copies.written()
+        self.fp8.note_step()
 
     def drop_copies_(self, reason: str) -> None:
-        """Keep no copies of weights from now on: no graph reads them."""
+        """Keep no copies of weights from now on, bf16 or FP8: no graph reads them."""
+        self.fp8.drop_(reason)
         if len(self.copies):
             self.copies.open_(())
             self.one_pass, self.why_not_one_pass = self._one_pass()
@@ -186,7 +205,9 @@ class StepProgram:
         self.why_not_copies = self.why_not_copies or reason
 
     def check_copies(self) -> None:
-        """Raise NotEngaged where the recipe asks for copies of weights and there are none."""
+        """Raise NotEngaged where the recipe asks for copies of weights, or for FP8, and there are none."""
+        if self.recipe.fp8 == "always":
+            self.fp8.check()
         if self.recipe.weight_copies == "always" and not len(self.copies):
             raise NotEngaged(f"compile_step: weight_copies='always', but {self.why_no_copies()}")
 
@@ -226,7 +247,7 @@ class StepProgram:
         return (tensor for _, tensor in self.named_tensors())
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(self.tensors(), self.device, self.recipe.generators)
+        return Snapshot(chain(self.tensors(), self.fp8.tensors()), self.device, self.recipe.generators)
 
     def drop_gradients_(self) -> None:
         for parameter in (*self.parts.model.parameters(), *self.parameters()):
@@ -251,6 +272,7 @@ class StepProgram:
             "optimizer": portable_state(parts.optimizer),
             "ema": None if parts.ema is None else parts.ema.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "fp8": self.fp8.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -260,6 +282,7 @@ class StepProgram:
             self.parts.ema.load_state_dict(state["ema"])
         if self.scaler is not None and state.get("scaler"):
             self.scaler.load_state_dict(state["scaler"])
+        self.fp8.load_state_dict(state.get("fp8"))
 
     def optimizer_in_words(self) -> str:
         """Whose kernels step it, for a report."""
@@ -304,6 +327,11 @@ class StepProgram:
         if self.parts.accumulate > 1:
             return f"the gradients of {self.parts.accumulate} micro-batches are summed in fp32"
         return "only the one pass of the optimizer writes copies" if self.one_pass is None else None
+
+    def _see(self, graph_module: fx.GraphModule) -> None:
+        """Look at a graph that a compiler is given."""
+        self.layouts.see(graph_module)
+        self.fp8.see(graph_module)
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         return norm_in_fp32(gradients) if len(self.copies) else get_total_norm(gradients, foreach=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from ridgeline.errors import UsageError
+from ridgeline.fp8_review import Fp8Limits
+from ridgeline.fp8_scaling import ScalingRule
 from ridgeline.loss_scale import ScaleRule
 from ridgeline.train_rewrites import BY_NAME
 
@@ -33,6 +35,10 @@ class StepRecipe:
                       torch.optim.AdamW, "always" or NotEngaged, "never"
     weight_copies     that pass keeps bf16 copies of weights, so that a compiled bf16 step casts none and leaves their
                       gradients bf16: "auto" where it can, "always" or NotEngaged, "never"
+    fp8               convolutions of compiled bf16 steps in FP8, on an H100 or H200: "auto" where that is faster, by
+                      tables or rooflines; "always" where there are kernels, or NotEngaged; "never"
+    fp8_scaling       how their scales follow magnitudes
+    fp8_limits        what their counters may show; a layer that exceeds it returns to bf16
     generators        that the loss draws from, besides the default ones; on the model's device
     """
 
@@ -47,11 +53,14 @@ class StepRecipe:
     rewrites: tuple[str, ...] = ()
     optimizer_kernel: str = "auto"
     weight_copies: str = "never"
+    fp8: str = "never"
+    fp8_scaling: ScalingRule = field(default_factory=ScalingRule)
+    fp8_limits: Fp8Limits = field(default_factory=Fp8Limits)
     generators: tuple[torch.Generator, ...] = ()
 
     def __post_init__(self) -> None:
         choices = {"dtype": DTYPES, "compile": COMPILED, "compile_mode": MODES}
-        choices |= {"optimizer_kernel": CHOICES, "weight_copies": CHOICES}
+        choices |= {"optimizer_kernel": CHOICES, "weight_copies": CHOICES, "fp8": CHOICES}
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise UsageError(f"recipe: {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
@@ -62,11 +71,30 @@ class StepRecipe:
             raise UsageError(f"recipe: max_graphs must be at least 1, got {self.max_graphs}")
         if self.require and not self.capture:
             raise UsageError("recipe: require=True asks for the graph that capture=False forbids: drop one of them")
+        if self.fp8 != "never":
+            self._check_fp8()
 
+    def _check_fp8(self) -> None:
+        for name, wanted, why in (
+            ("dtype", "bf16", "what FP8 does not compute stays bf16"),
+            ("channels_last", True, "FP8 takes channels-last maps and weights"),
+        ):
+            if getattr(self, name) != wanted:
+                raise UsageError(f"recipe: fp8={self.fp8!r} needs {name}={wanted!r}: {why}")
+        if self.compile == "none":
+            raise UsageError(f"recipe: fp8={self.fp8!r} needs a compiled step, and the recipe has compile='none'")
+        if self.fp8_scaling.current:
+            raise UsageError(
+                "recipe: fp8_scaling must be delayed: a step's graph quantises by the scales of earlier steps"
+            )
+
+
+_BF16 = StepRecipe(channels_last=True, rewrites=tuple(BY_NAME), weight_copies="auto")
 
 # "writeup-5" is what PyTorch's own kernels reach in one graph; the others add ridgeline's
 NAMED = {
-    "bf16": StepRecipe(channels_last=True, rewrites=tuple(BY_NAME), weight_copies="auto"),
+    "bf16": _BF16,
+    "fp8": replace(_BF16, fp8="auto"),
     "fp16": StepRecipe(dtype="fp16", channels_last=True, rewrites=tuple(BY_NAME)),
     "fp32": StepRecipe(dtype="fp32", channels_last=True, rewrites=tuple(BY_NAME)),
     "writeup-5": StepRecipe(channels_last=True, optimizer_kernel="never"),

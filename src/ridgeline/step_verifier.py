@@ -11,10 +11,10 @@ square alone. Counts and other integers must be equal.
 
 A twin differs in three ways. Each weight drifts by up to one rounding of fp32 a step, every time in the same direction:
 two spellings of one formula, as p - lr·decay·p and (1 - lr·decay)·p, differ like that. The gradients are taken at
-weights that are off by up to one rounding of the arithmetic (bf16, fp16, TF32), anew at each step: by backward error
-analysis that is what other kernels, or sums in another order, do to a gradient. And decays are rounded to fp32 before
-they are taken from 1, as PyTorch's fused kernels and the average on the device do: 1 - 0.999 is then 1.3e-5 of itself
-too small, and so is every second moment, where the host's float64 numbers leave no such error.
+weights that are off by up to one rounding of the arithmetic (bf16, fp16, TF32, FP8), anew at each step: by backward
+error analysis that is what other kernels, or sums in another order, do to a gradient. And decays are rounded to fp32
+before they are taken from 1, as PyTorch's fused kernels and the average on the device do: 1 - 0.999 is then 1.3e-5 of
+itself too small, and so is every second moment, where the host's float64 numbers leave no such error.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StepLimits:
 
     error_factor: float = 4.0  # of the twins' own distance; two draws of one distance differ by about 2
     twins: int = 2  # of each number the farther one counts
-    rounding: float | None = None  # relative, of the arithmetic; None: of the recipe's dtype, TF32's in fp32 on a GPU
+    rounding: float | None = None  # relative, of the arithmetic; None: the recipe's, TF32's in fp32 on a GPU
 
     def __post_init__(self) -> None:
         if self.error_factor < 1 or self.twins < 1:
@@ -228,7 +228,8 @@ class _Rounding:
         if eps is None:
             dtype = program.recipe.dtype
             tf32 = dtype == "fp32" and program.device.type == "cuda"
-            eps = TF32_EPS if tf32 else torch.finfo(DTYPES[dtype]).eps
+            rounded_to = torch.float8_e4m3fn if program.fp8.engaged else DTYPES[dtype]
+            eps = TF32_EPS if tf32 else torch.finfo(rounded_to).eps
         self._eps = eps
 
     @contextmanager

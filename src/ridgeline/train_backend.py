@@ -8,22 +8,30 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from ridgeline.train_rewrites import BY_NAME, use_convolutions
+from ridgeline.fp8_step import Fp8Step
+from ridgeline.train_rewrites import BY_NAME, fuse_quantize, use_convolutions, use_fp8
+from ridgeline.train_rewrites._match import copied
 from ridgeline.weight_copies import WeightCopies, given_narrow, narrow_weights
+
+_AFTER_FP8 = "use_convolutions"  # takes what FP8 leaves
 
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 def inductor(mode: str, watch: Callable[[fx.GraphModule], None] | None = None) -> Compiler:
-    """Inductor, as torch.compile's `mode` sets it up; `watch` sees each aten graph that it is given, before."""
+    """Inductor, as torch.compile's `mode` sets it up; `watch` sees each aten graph that it is given, before.
+
+    Maps in FP8 are quantised by the kernels that make them, where those can: `fuse_quantize`.
+    """
 
     def compiler(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         # seconds to import, which steps that are not compiled need not wait for
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
         def compile_watched(aten_module: fx.GraphModule, given: Sequence[Any], **options: Any) -> Any:
+            fuse_quantize.apply(aten_module)
             if watch is not None:
                 watch(aten_module)
             return compile_fx_inner(aten_module, given, **options)
@@ -40,17 +48,26 @@ def inductor(mode: str, watch: Callable[[fx.GraphModule], None] | None = None) -
 class TrainBackend:
     """A backend for torch.compile: applies `rewrites`, in the order of the pipeline, then hands on to `compiler`.
 
-    Weights that `copies` may copy become bf16 inputs of the graph, where the graph would only cast them.
+    Weights that `copies` may copy become bf16 inputs of the graph, where the graph would only cast them. With `fp8`,
+    convolutions are computed in FP8, by graphs that are compiled for certain weights and anew for others.
     """
 
     rewrites: Sequence[str]
     compiler: Compiler
     copies: WeightCopies = field(default_factory=WeightCopies)
+    fp8: Fp8Step | None = None
     sites: Counter[str] = field(default_factory=Counter)  # changed so far, in all graphs, by rewrite
     notes: list[str] = field(default_factory=list)  # of the graphs so far: which kernels compute its convolutions
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if self.fp8 is None:
+            return self._compiled(graph_module, example_inputs)
+        return self._compiled_by_key(graph_module, example_inputs, self.fp8)
+
+    def _compiled(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         for name, rewrite in BY_NAME.items():
+            if name == _AFTER_FP8 and self.fp8 is not None:
+                self.sites["use_fp8"] += use_fp8.apply(graph_module, example_inputs, self.fp8)
             if name in self.rewrites:
                 self.sites[name] += rewrite.apply(graph_module)
         self.notes += filter(None, [use_convolutions.in_words(graph_module)])
@@ -59,3 +76,22 @@ class TrainBackend:
         inputs = [narrow.get(position, given) for position, given in enumerate(example_inputs)]
         compiled = self.compiler(graph_module, inputs)
         return given_narrow(compiled, narrow, self.copies) if narrow else compiled
+
+    def _compiled_by_key(
+        self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], fp8: Fp8Step
+    ) -> Callable[..., Any]:
+        """The graph for the weights and layers in FP8 of each call: dynamo may give one graph the weights of others."""
+        weights = tuple(n for n, given in enumerate(example_inputs) if isinstance(given, Tensor) and given.dim() == 4)
+        variants: dict[tuple, Callable[..., Any]] = {}
+
+        def compiled_for(inputs: Sequence[Any]) -> Callable[..., Any]:
+            key = fp8.key(inputs, weights)
+            if key not in variants:
+                for outdated in [known for known in variants if known[0] != key[0]]:
+                    del variants[outdated]
+                # dynamo's own graph may have no attributes that dynamo has not put there
+                variants[key] = self._compiled(copied(graph_module), inputs)
+            return variants[key]
+
+        compiled_for(example_inputs)
+        return lambda *inputs: compiled_for(inputs)(*inputs)

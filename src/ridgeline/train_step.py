@@ -24,6 +24,7 @@ from ridgeline import cudagraph
 from ridgeline.cudagraph import Captured
 from ridgeline.ema import Ema
 from ridgeline.errors import NotEngaged
+from ridgeline.fp8_step import Fp8LayerState
 from ridgeline.obstacles import Finding, preflight
 from ridgeline.step_program import Loss, Parts, StepProgram
 from ridgeline.step_recipe import StepRecipe, step_recipe
@@ -52,7 +53,7 @@ def compile_step(
     loss           a callable that returns a scalar tensor; a batch is a tensor or nested tuples, lists, dicts of them
     example_batch  one batch of the usual shape: the step is tried on it, and captured; no state is left changed
     clip           largest norm of all gradients together, as torch.nn.utils.clip_grad_norm_
-    recipe         a StepRecipe or the name of one: "bf16", "fp16", "fp32", "writeup-5"
+    recipe         a StepRecipe or the name of one: "bf16", "fp8", "fp16", "fp32", "writeup-5"
     accumulate     slices of the batch that go forward and backward one after the other before the optimizer steps
     A step that cannot be captured runs eagerly, with a warning; `.report` says why. Raises NotEngaged then if the
     recipe requires the graph, and UsageError for a loss that is no scalar or a parameter that gets no gradient.
@@ -81,6 +82,7 @@ class StepReport:
     rewrites: dict[str, int]  # sites changed in the compiled graphs, by rewrite; empty until one is compiled
     convolutions: tuple[str, ...]  # a line a graph: which kernels compute its convolutions, and what that saves
     layout: str  # layout copies in the compiled graphs, in words; empty until one is compiled
+    fp8: tuple[str, ...] = ()  # which passes of convolutions run in FP8, and why others do not, in words
 
     def lines(self) -> list[str]:
         engaged = f"{self.replays} steps replayed from {self.graphs} graphs, {self.eager_steps} run eagerly"
@@ -93,6 +95,7 @@ class StepReport:
             self.optimizer,
             *rewritten,
             *self.convolutions,
+            *self.fp8,
             *layout,
         ]
 
@@ -168,7 +171,12 @@ class TrainStep:
             rewrites=dict(self._program.backend.sites),
             convolutions=tuple(self._program.backend.notes),
             layout=self._program.layouts.in_words(),
+            fp8=self._program.fp8.in_words(),
         )
+
+    def fp8_layers(self) -> tuple[Fp8LayerState, ...]:
+        """One record a convolution of the compiled graphs: passes in FP8, scales and counts; waits for the device."""
+        return self._program.fp8.report()
 
     @property
     def loss_scale(self) -> Tensor | None:
@@ -201,7 +209,11 @@ class TrainStep:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """`model`, `optimizer`, `ema` and `scaler` as a plain loop would save them, each the owner's own format."""
+        """`model`, `optimizer`, `ema` and `scaler` as a plain loop would save them, each the owner's own format.
+
+        `fp8` are scales, counts, and layers that have returned to bf16; None without FP8. Loading a state without it
+        begins with fresh scales.
+        """
         return self._program.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -210,8 +222,8 @@ class TrainStep:
 
     def _key(self, leaves: Sequence[Tensor], structure: Structure) -> Key:
         program = self._program
-        if program.watched.moved():
-            # graphs read tensors that are no longer the model's or the optimizer's
+        if program.moved():
+            # graphs read tensors that are no longer the model's or the optimizer's, or compute too much in FP8
             self._graphs.clear()
             self._generation += 1
             program.settle_()
@@ -248,8 +260,8 @@ class TrainStep:
                 raise
             self._disengage(str(error))
             return None
-        # the graph reads the tables of its optimizer kernel, which other betas replace in the program
-        graph = replace(graph, owner=(graph.owner, self._program.one_pass))
+        # the graph reads the tables of its optimizer kernel, which other betas replace in the program, and of FP8
+        graph = replace(graph, owner=(graph.owner, self._program.one_pass, self._program.fp8.plans()))
         self._graphs[key] = graph
         self._captures += 1
         return graph

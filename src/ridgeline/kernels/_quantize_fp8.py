@@ -10,7 +10,8 @@ A producer of fp32 tiles (a norm, an optimizer, the pass below) quantises what i
 
 For `to_words` the producer takes its tiles so that tile i of four holds the pixels 4 j + i: all that it needs lies in
 one thread then, and what crosses threads on the way to the other order are words of four bytes. Pixels are counted
-through the batch, so the maps must have a multiple of four, and their transposed rows a multiple of 16 bytes.
+through the batch, so the maps must have a multiple of four, and their transposed rows a multiple of 16 bytes. Of quads
+(see _quads) tile i holds pixel j of the i-th quarter of one map; `store_quads` stores their words.
 
 Shape suffixes: _jc [BLOCK_P / 4 pixels of one remainder, BLOCK_C channels].
 """
@@ -28,6 +29,7 @@ import triton
 import triton.language as tl
 
 from ridgeline.kernels._op import INTERPRETED
+from ridgeline.kernels._quads import store_quads
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,38 @@ def quantize_fp8_kernel(
         inside = (c < C)[:, None] & (at < word_pitch)[None, :]
         tl.store(words_ptr + c[:, None].to(tl.int64) * word_pitch + at[None, :], words_cj, mask=inside)
     elements = tl.where(tl.program_id(0) == 0, pixels.to(tl.int64) * C, 0)
+    record(amax_ptr + tensor, counts_ptr + tensor * 3, peak_jc, events_jc, elements)
+
+
+@triton.jit(do_not_specialize=["tensor"])
+def quantize_quads_kernel(
+    x_ptr, scale_ptr, y_ptr, words_ptr, amax_ptr, counts_ptr, tensor, images, x_pitch,
+    C: tl.constexpr, QUARTER: tl.constexpr, W: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """The same pixels of each quarter of a map, QUARTER pixels, read once: y, its quads, and what was observed."""
+    program = tl.program_id(0)
+    tiles_c: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
+    tiles_j: tl.constexpr = (QUARTER + BLOCK_P // 4 - 1) // (BLOCK_P // 4)
+    c = program % tiles_c * BLOCK_C + tl.arange(0, BLOCK_C)
+    j = program // tiles_c % tiles_j * (BLOCK_P // 4) + tl.arange(0, BLOCK_P // 4)
+    n = (program // (tiles_c * tiles_j)).to(tl.int64)
+    inside_jc = (j < QUARTER)[:, None] & (c < C)[None, :]
+    scale = tl.load(scale_ptr + tensor)
+    peak_jc = tl.zeros((BLOCK_P // 4, BLOCK_C), tl.float32)
+    events_jc = tl.zeros((BLOCK_P // 4, BLOCK_C), tl.int32)
+    scaled = ()
+    for i in tl.static_range(4):
+        p = (4 * n + i) * QUARTER + j
+        x_jc = tl.load(x_ptr + p[:, None] * x_pitch + c[None, :], mask=inside_jc, other=0.0).to(tl.float32)
+        z_jc = x_jc * scale
+        peak_jc, events_jc = observe(x_jc, z_jc, peak_jc, events_jc, FORMAT)
+        codes_jc = to_fp8(z_jc, FORMAT).to(y_ptr.dtype.element_ty, bitcast=True)
+        tl.store(y_ptr + p[:, None] * C + c[None, :], codes_jc, mask=inside_jc)
+        scaled = scaled + (z_jc,)  # noqa: RUF005 - Triton cannot unpack
+    words_jc = to_words(scaled[0], scaled[1], scaled[2], scaled[3], FORMAT)
+    store_quads(words_ptr, words_jc, n, j, c, inside_jc, images, QUARTER, W)
+    elements = tl.where(program == 0, 4 * images.to(tl.int64) * QUARTER * C, 0)
     record(amax_ptr + tensor, counts_ptr + tensor * 3, peak_jc, events_jc, elements)
 
 

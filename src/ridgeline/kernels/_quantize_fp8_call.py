@@ -12,6 +12,7 @@ from torch import Tensor
 from ridgeline.kernels._conv import FLOATS
 from ridgeline.kernels._nhwc import cdiv, next_power_of_2, pixel_pitch, random_nhwc
 from ridgeline.kernels._op import Sample, Target, dtype_name
+from ridgeline.kernels._quads import why_not
 from ridgeline.kernels._quantize_fp8 import FORMATS
 
 COLUMN_ALIGNMENT = 16  # of the pitch of a transposed copy, in elements of a byte
@@ -99,6 +100,14 @@ def check(x: Tensor, fp8_format: str, target: Target | None) -> None:
         refuse(f"fp8_format must be one of {', '.join(FORMATS)}, got {fp8_format!r}")
     if target is not None and int(target.arch.removeprefix("sm_")) < _OLDEST:
         refuse(f"{target.arch} has no conversion to FP8: it takes sm_{_OLDEST} or later")
+
+
+def check_quads(x: Tensor) -> None:
+    """Refuse what has no quads."""
+    if x.dim() != 4:
+        refuse(f"only maps [N, C, H, W] have quads, got shape {tuple(x.shape)}")
+    if (reason := why_not(*x.shape[2:])) is not None:
+        refuse(reason)
 
 
 def check_rows(x: Tensor, amax: Tensor, counts: Tensor, scale: Tensor, tensor: int) -> None:

@@ -115,22 +115,35 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int]) -> Tensor:
+    """y by the faster kernel, without gradients: for whoever computes them otherwise."""
+    _, ours = choice(x, weight, padding).get("fprop", (None, False))
+    return (OP if ours else reference)(x, weight, bias, padding=list(padding))
+
+
+def gradients(
+    dy: Tensor, x: Tensor, weight: Tensor, padding: Sequence[int], *, of_x: bool, of_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """(dx, dw), None where not asked for, each by the faster kernel. `dy` is channels_last."""
+    wins = {name for name, (_, ours) in choice(x, weight, padding).items() if ours}
+    their_x, their_weight = of_x and "dgrad" not in wins, of_weight and "wgrad" not in wins
+    dx = dw = None
+    if their_x or their_weight:
+        dx, dw = torch_gradients(dy, x, weight, padding, of_x=their_x, of_weight=their_weight)
+    if of_x and not their_x:
+        dx = conv2d_dgrad.OP(dy, weight, padding=list(padding))
+    if of_weight and not their_weight:
+        dw = conv2d_wgrad.OP(dy, x, kernel_size=list(weight.shape[2:]), padding=list(padding))
+    return dx, dw
+
+
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     needs_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]
-    padding = ctx.padding
     # a gradient may come in any layout: that of a sum is one number expanded
     dy = dy.contiguous(memory_format=torch.channels_last)
-    wins = {name for name, (_, ours) in choice(x, weight, padding).items() if ours}
-    their_x, their_weight = needs_x and "dgrad" not in wins, needs_weight and "wgrad" not in wins
-    dx = dw = None
-    if their_x or their_weight:
-        dx, dw = torch_gradients(dy, x, weight, padding, of_x=their_x, of_weight=their_weight)
-    if needs_x and not their_x:
-        dx = conv2d_dgrad.OP(dy, weight, padding=padding)
-    if needs_weight and not their_weight:
-        dw = conv2d_wgrad.OP(dy, x, kernel_size=list(weight.shape[2:]), padding=padding)
+    dx, dw = gradients(dy, x, weight, ctx.padding, of_x=needs_x, of_weight=needs_weight)
     at_least_fp32 = torch.promote_types(dy.dtype, torch.float32)
     db = dy.sum((0, 2, 3), dtype=at_least_fp32).to(ctx.bias_dtype) if needs_bias else None
     return dx, dw, db

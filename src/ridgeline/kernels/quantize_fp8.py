@@ -22,6 +22,11 @@ else, and for GPUs before sm_89, which have no such conversion.
 and a graph sees three buffers, whatever it quantises. A producer of ours needs no pass of its own: it calls the device
 functions in `_quantize_fp8.py` on what it is about to store.
 
+`quantize_fp8_recorded` is the same for graphs that have gradients: it too raises `amax` and adds to `counts` in place,
+but is registered as an operator that changes nothing and counts no version up. Nothing in a graph may read the two,
+since a compiler does not know when they change; `DelayedScaling.update_` does, outside, once a step. Its transposed
+copy, with `quads`, is that of `_quads.py`, which conv2d_wgrad_fp8 reads.
+
 At 128 channels, 32², batch 128, bf16, 33.6 MB are read, 16.8 written, and 16.8 more with columns: on an H200 12 to
 16 µs at the rate of a copy, where 16 instructions an element could be issued in 9.
 
@@ -30,6 +35,9 @@ Not in `kernels.ALL`, whose ops return one tensor; `tuning.tune` takes it nevert
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -38,6 +46,7 @@ from torch import Tensor
 from ridgeline.cost import Cost, register_cost
 from ridgeline.kernels._conv import FLOATS
 from ridgeline.kernels._group_norm_silu_call import UNET_MAPS
+from ridgeline.kernels._nhwc import cdiv
 from ridgeline.kernels._op import (
     INTERPRETED,
     Launch,
@@ -50,11 +59,13 @@ from ridgeline.kernels._op import (
     target_of,
     tuned_config,
 )
-from ridgeline.kernels._quantize_fp8 import FORMATS, amax_fp8_kernel, quantize_fp8_kernel
+from ridgeline.kernels._quads import quads_shape, to_quads
+from ridgeline.kernels._quantize_fp8 import FORMATS, amax_fp8_kernel, quantize_fp8_kernel, quantize_quads_kernel
 from ridgeline.kernels._quantize_fp8_call import (
     CONFIGS,
     Config,
     check,
+    check_quads,
     check_rows,
     default_config,
     empty_words,
@@ -198,6 +209,69 @@ def quantize_fp8_into(
     return _dense(y), transposed
 
 
+def quads_plan(
+    *,
+    x: Tensor,
+    scale: Tensor,
+    fp8_format: str,
+    seen: tuple[Tensor, Tensor],
+    tensor: int = 0,
+    config: Config | None = None,
+    target: Target | None = None,
+) -> Launch:
+    """The launch that makes y and, as its argument `words_ptr`, the words of its quads. Runs nothing."""
+    target = target or target_of(x)
+    check(x, fp8_format, target)
+    check_rows(x, *seen, scale, tensor)
+    check_quads(x)
+    n, c, h, w = x.shape
+    amax, counts = seen
+    config = config or default_config(x, target)
+    y, width = empty_y(x, fp8_format), config.width(x)
+    return Launch(
+        quantize_quads_kernel,
+        grid=(n * cdiv(h * w // 4, config.pixels // 4) * cdiv(c, width),),
+        arguments={
+            "x_ptr": x,
+            "scale_ptr": scale,
+            "y_ptr": y,
+            "words_ptr": x.new_empty(quads_shape(n, c, h, w)[:4], dtype=torch.int32),
+            "amax_ptr": amax.view(torch.int32),
+            "counts_ptr": counts,
+            "tensor": tensor,
+            "images": n,
+            "x_pitch": x_pitch(x),
+        },
+        constants={
+            "C": c,
+            "QUARTER": h * w // 4,
+            "W": w,
+            "FORMAT": fp8_format,
+            "BLOCK_P": config.pixels,
+            "BLOCK_C": width,
+        },
+        num_warps=config.num_warps,
+        num_stages=1,
+        output=y,
+    )
+
+
+def quantize_fp8_recorded(
+    x: Tensor, scale: Tensor, amax: Tensor, counts: Tensor, *, row: int, fp8_format: str, quads: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(y, its quads or empty) of x, by one row of scale; records in that of `amax` and `counts`, unseen by autograd."""
+    # `data` has a version of its own
+    amax, counts = amax.data, counts.data
+    if quads and (x.is_cuda or INTERPRETED):
+        y, words = _run(quads_plan(x=x, scale=scale, fp8_format=fp8_format, seen=(amax, counts), tensor=row))
+        return y, words.view(*words.shape[:3], x.shape[3], 4)
+    y, nothing = quantize_fp8_into(amax, counts, x, scale, tensor=row, fp8_format=fp8_format)
+    if not quads:
+        return y, nothing
+    check_quads(x)
+    return y, to_quads(y)
+
+
 def _run(launch: Launch) -> tuple[Tensor, Tensor]:
     y = launch.output
     if y.numel():
@@ -248,16 +322,47 @@ def _cost_into(
     return cost(x, scale[:1], fp8_format=fp8_format, columns=columns)
 
 
-def _define_into() -> torch._ops.OpOverload:
-    into = torch.library.custom_op(
-        "ridgeline::quantize_fp8_into",
-        quantize_fp8_into,
-        mutates_args=("amax", "counts"),
-        tags=(torch.Tag.needs_exact_strides,),
-    )
-    into.register_fake(_fake_into)
-    packet = torch.ops.ridgeline.quantize_fp8_into
-    register_cost(packet, _cost_into, kind="quantize_fp8")
+def _fake_recorded(
+    x: Tensor,
+    scale: Tensor,  # noqa: ARG001
+    amax: Tensor,  # noqa: ARG001
+    counts: Tensor,  # noqa: ARG001
+    *,
+    row: int,  # noqa: ARG001
+    fp8_format: str,
+    quads: bool = False,
+) -> tuple[Tensor, Tensor]:
+    y = empty_y(x, fp8_format)
+    return y, y.new_empty(quads_shape(*x.shape) if quads else 0)
+
+
+def _cost_recorded(
+    x: Tensor,
+    scale: Tensor,
+    amax: Tensor,  # noqa: ARG001
+    counts: Tensor,  # noqa: ARG001
+    *,
+    row: int,  # noqa: ARG001
+    fp8_format: str,
+    quads: bool = False,
+) -> Cost:
+    one = cost(x, scale[:1], fp8_format=fp8_format)
+    return replace(one, write_bytes=one.write_bytes + prod(quads_shape(*x.shape))) if quads else one
+
+
+def _define(
+    call: Callable[..., tuple[Tensor, Tensor]],
+    *,
+    mutates: tuple[str, ...],
+    fake: Callable[..., tuple[Tensor, Tensor]],
+    cost: Callable[..., Cost],
+) -> torch._ops.OpOverload:
+    """Register one of the forms for a row of many; the kernels of all devices are in `call`."""
+    name = call.__name__
+    tags = (torch.Tag.needs_exact_strides,)
+    torch.library.custom_op(f"ridgeline::{name}", call, mutates_args=mutates, tags=tags).register_fake(fake)
+    packet = getattr(torch.ops.ridgeline, name)
+    register_cost(packet, cost, kind="quantize_fp8")
     return packet.default
 
 
@@ -283,4 +388,5 @@ OP = Op(
     error_factor=2.0,
     into=None,
 )
-INTO = _define_into()
+INTO = _define(quantize_fp8_into, mutates=("amax", "counts"), fake=_fake_into, cost=_cost_into)
+RECORDED = _define(quantize_fp8_recorded, mutates=(), fake=_fake_recorded, cost=_cost_recorded)

@@ -45,6 +45,13 @@ def is_channels_last(tensor: Tensor) -> bool:
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
+def copied(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """The same calls in a graph of their own, on the same attributes; nothing else that dynamo noted comes along."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    return fx.GraphModule(graph_module, graph)
+
+
 def finish(graph_module: fx.GraphModule) -> None:
     """Drop what nobody reads any more. Random draws stay only if they are read."""
     graph_module.graph.eliminate_dead_code()

@@ -35,6 +35,26 @@ class Pass:
 
 
 @dataclass(frozen=True)
+class ConvolutionCall:
+    """A call of conv2d: its operands by name, and what they and the result are when dynamo runs it."""
+
+    node: fx.Node
+    given: dict[str, Any]
+    x: Tensor
+    weight: Tensor
+    y: Tensor
+
+    @property
+    def problem(self) -> ConvProblem | None:
+        """None where the padding is given in words."""
+        if isinstance(self.given["padding"], str):
+            return None
+        x, weight = self.x, self.weight
+        sizes = x.shape[0], x.shape[1], weight.shape[0], tuple(x.shape[2:]), tuple(weight.shape[2:])
+        return ConvProblem(*sizes, *(self.given[name] for name in ("stride", "padding", "dilation", "groups")))
+
+
+@dataclass(frozen=True)
 class _Site:
     """A convolution that conv2d_fprop can compute: its operands in the dtype of its result, which autocast chose."""
 
@@ -119,14 +139,21 @@ def convolutions_of(graph_module: fx.GraphModule) -> tuple[Convolution, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _sites(graph_module: fx.GraphModule) -> Iterator[_Site]:
+def convolution_calls(graph_module: fx.GraphModule) -> Iterator[ConvolutionCall]:
+    """Every 2-D convolution of a batch of maps, in the order of the graph; nodes may be replaced meanwhile."""
     for node in calls(graph_module, torch.conv2d, torch.nn.functional.conv2d):
         given = {**_DEFAULTS, **dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}
         x, weight, y = value(given["input"]), value(given["weight"]), value(node)
-        if x is None or weight is None or y is None or x.dim() != 4 or isinstance(given["padding"], str):
+        if x is not None and weight is not None and y is not None and x.dim() == 4:
+            yield ConvolutionCall(node, given, x, weight, y)
+
+
+def _sites(graph_module: fx.GraphModule) -> Iterator[_Site]:
+    for call in convolution_calls(graph_module):
+        conv = call.problem
+        if conv is None:
             continue
-        sizes = x.shape[0], x.shape[1], weight.shape[0], tuple(x.shape[2:]), tuple(weight.shape[2:])
-        conv = ConvProblem(*sizes, *(given[name] for name in ("stride", "padding", "dilation", "groups")))
+        node, given, x, weight, y = call.node, call.given, call.x, call.weight, call.y
         top, left = conv.padding  # pyright: ignore[reportGeneralTypeIssues]
         fits = (
             conv.stride == conv.dilation == (1, 1)
