@@ -59,7 +59,9 @@ def make(
 
 
 def check(arguments: dict[str, Any], y: Tensor, what: object = "") -> None:
-    eps = TF32_EPS if HAS_GPU and y.dtype == torch.float32 else None
+    # few outputs: of fp32 sums in two orders, which differ by the CPU, the largest errors are chance
+    of_fp32 = TF32_EPS if HAS_GPU else 4 * torch.finfo(torch.float32).eps
+    eps = of_fp32 if y.dtype == torch.float32 else None
     verdict = compare(y, reference(**to_float64(arguments)), reference(**arguments), eps=eps)
     assert verdict.passed, f"{what}: {verdict.reason}"
 
@@ -273,8 +275,9 @@ SMALL = {
 def test_wide_layers_try_boxes_first(name: str):
     problem, tried = Problem(**WIDE[name]), candidates(target=H200, **WIDE[name])
     assert worth_boxes(problem, H200)
-    first = [config for config in tried[1:13] if config.boxed]
-    assert len(first) == 6 and not tried[0].boxed
+    first = [config for config in tried[1:13] if config.boxed and not config.specialised]
+    # of stride 1 specialised warps take three places
+    assert len(first) == (6 if problem.stride[0] == 2 else 5) and not tried[0].boxed
     assert all(config.is_valid(problem, H200) for config in tried) and len(set(tried)) == len(tried)
     # as many tiles and parts as the order of a model that may err: not one tile in all its pipelines
     assert len({(config.block_m, config.block_n, config.split_k) for config in first}) >= 4

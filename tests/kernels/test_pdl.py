@@ -38,6 +38,8 @@ from ridgeline.recipe import Recipe
 WAIT = "wait_for_predecessor"
 # what no kernel of a graph writes: weights, biases, and the tables that place a frame on its canvas
 CONSTANT = ("weight", "bias", "rows", "columns")
+READS, WRITES = ("load", "async_copy_global_to_shared"), ("store", "async_copy_shared_to_global")
+READ_NOTHING = ("_fetch_maps",)  # copies of boxes that lie beyond their maps
 
 
 def jit_functions() -> dict[str, Any]:
@@ -100,11 +102,15 @@ class Reader:
         name = _called(node)
         if name == WAIT:
             self.waited = True
-        elif not self.waited and (name == "store" or name.startswith("atomic")):
+        elif name == "warp_specialize":
+            # partitions run beside each other, so each of them must wait
+            pairs = (partition.elts for partition in node.args[0].elts)  # pyright: ignore[reportAttributeAccessIssue]
+            self.branches(*([ast.Expr(ast.Call(function, given.elts, []))] for function, given in pairs))
+        elif not self.waited and (name in WRITES or name.startswith("atomic")):
             self.report(node, "writes before the wait: its predecessor may still read what is there")
-        elif not self.waited and name == "load" and self.dependent & _names(_source(node)):
+        elif not self.waited and name in READS and self.dependent & _names(_source(node)):
             self.report(node, "reads what its predecessor writes before the wait")
-        elif hasattr(self.scope.get(name), "fn"):
+        elif hasattr(self.scope.get(name), "fn") and name not in READ_NOTHING:
             self.follow(node, self.scope[name])
 
     def follow(self, call: ast.Call, helper: Any) -> None:
@@ -147,9 +153,10 @@ def _called(call: ast.Call) -> str:
 
 
 def _source(load: ast.Call) -> ast.AST:
-    """What a load reads from: tl.load(pointer), or map.load(offsets) of a tensor map."""
+    """What a load reads from: tl.load(pointer), tma.async_copy...(map), or map.load(offsets) of a tensor map."""
     owner = load.func.value if isinstance(load.func, ast.Attribute) else None
-    return load.args[0] if owner is None or (isinstance(owner, ast.Name) and owner.id == "tl") else owner
+    module = isinstance(owner, ast.Name) and owner.id in ("tl", "gl", "tma")
+    return load.args[0] if owner is None or module else owner
 
 
 def _names(node: ast.AST) -> set[str]:
@@ -164,6 +171,7 @@ def test_every_kernel_waits_before_what_depends_on_it(name: str):
 def test_all_kernels_are_read():
     launched = {"conv2d_act_kernel", "depthwise_conv2d_act_kernel", "upsample_concat_conv_act_kernel"}
     launched |= {"max_pool_chain_kernel", "attention_position_kernel", "collect_kernel", "rank_kernel"}
+    launched |= {"conv2d_act_gluon_kernel"}
     assert launched <= set(jit_functions())
 
 

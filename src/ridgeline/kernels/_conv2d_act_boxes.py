@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import product
 from operator import itemgetter
 
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ridgeline.kernels._conv import padded
 from ridgeline.kernels._conv2d_act_call import Config, Problem
+from ridgeline.kernels._conv2d_pass import weight_map
 from ridgeline.kernels._nhwc import cdiv, next_power_of_2, pixel_pitch
 from ridgeline.kernels._op import Target
 
@@ -22,6 +28,20 @@ _SPLITS = (1, 2, 3, 4, 6, 8)
 # what makes the 640 TFLOP/s that 128x128 tiles reached on an H200 come out; the others are estimates.
 _MADS_A_CLOCK, _BYTES_A_CLOCK, _STORED_A_CLOCK, _LONE_GROUP = 2048, 57, 24, 1.25
 _COPY_CLOCKS, _LAUNCH_CLOCKS = 900, 2200
+# The same of specialised warps, in clocks of 1.75 GHz: what multiprocessors copy together, what one of them can, the
+# start without what overlaps, what a tile's activations and its stores take, and a step at least. With 1400 clocks more
+# for a start that nothing overlaps and twice the least step, for one product in flight, this makes 0.76 to 1.11 times
+# the 126 times of 3x3 filters that conv2d_fprop has in the H200's table, 0.95 times in geometric mean.
+_L2_BYTES_A_CLOCK, _PORT_BYTES_A_CLOCK, _START_CLOCKS = 8800, 100, 3400
+_ACTIVATED_A_CLOCK, _TILE_CLOCKS, _STEP_CLOCKS = 8, 300, 110
+
+_ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+# (pixels, channels, warps that multiply): as many stages as a multiprocessor has room for, or as two programs have
+_SPECIALIZED = {
+    **{(64, 32, 4): (8, 4), (64, 64, 4): (8, 6, 4), (64, 128, 4): (6, 4), (128, 32, 4): (5, 3), (128, 64, 4): (6, 4)},
+    **{(128, 128, 4): (5, 3), (128, 128, 8): (5,), (64, 256, 4): (4,), (256, 64, 8): (4,), (128, 256, 8): (3,)},
+    (256, 128, 8): (3,),
+}
 
 
 def tensor_maps(problem: Problem, config: Config) -> tuple[TensorDescriptor, TensorDescriptor]:
@@ -42,8 +62,50 @@ def tensor_maps(problem: Problem, config: Config) -> tuple[TensorDescriptor, Ten
     return x_map, TensorDescriptor(weight, [conv.k, length], [length, 1], [config.block_n, k])
 
 
+def specialised_maps(problem: Problem, config: Config, y: Tensor) -> dict[str, GluonDescriptor | None]:
+    """Of x, weight, residual and y, with the axes that the specialised kernel's file names.
+
+    With a shared reduction y is its parts, [SPLIT, pixels, K] in fp32, and the residual is left to who adds them.
+    """
+    conv, box = problem.conv, [config.box_n, config.box_h, config.box_w]
+    (h, w), y_axes = conv.image, (conv.n, conv.oh, conv.ow)
+    x_axes = conv.n, h, w
+    if problem.is_product:
+        x_axes = y_axes = 1, 1, problem.pixels
+    if config.split_k > 1:
+        shape, residual = [config.split_k, *y_axes, conv.k], None
+        strides = [problem.pixels * conv.k, *_strides(y_axes, conv.k)]
+        y_map = _descriptor(y, shape, strides, [1, *box, config.block_n])
+    else:
+        residual = problem.residual
+        y_map = _pixel_map(y, y_axes, [*box, config.block_n])
+    return {
+        "x_desc": _pixel_map(problem.x, x_axes, [*box, config.block_k]),
+        "weight_desc": weight_map(problem.weight, (config.block_n, 1, config.block_k)),
+        "residual_desc": None if residual is None else _pixel_map(residual, y_axes, [*box, config.block_n]),
+        "y_desc": y_map,
+    }
+
+
+def _pixel_map(tensor: Tensor, axes: tuple[int, int, int], block: list[int]) -> GluonDescriptor:
+    """Of a feature map [N, C, H, W], whose pixels the axes count."""
+    channels = tensor.shape[1]
+    return _descriptor(tensor, [*axes, channels], _strides(axes, pixel_pitch(tensor) or channels), block)
+
+
+def _strides(axes: tuple[int, int, int], pitch: int) -> list[int]:
+    """Of the axes and the channels."""
+    _, h, w = axes
+    return [h * w * pitch, w * pitch, pitch, 1]
+
+
+def _descriptor(tensor: Tensor, shape: list[int], strides: list[int], block: list[int]) -> GluonDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(block, _ELEMENTS[tensor.dtype])
+    return GluonDescriptor(tensor, shape, strides, block, layout)  # pyright: ignore[reportArgumentType]
+
+
 def programs(problem: Problem, config: Config) -> int:
-    """Of the kernel that multiplies: tiles, times the parts of each."""
+    """Of the kernel that multiplies: tiles, times the parts of each; specialised ones take several of these."""
     conv = problem.conv
     if problem.is_product:
         boxes = cdiv(problem.pixels, config.block_m)
@@ -58,9 +120,17 @@ def worth_boxes(problem: Problem, target: Target) -> bool:
     Small maps are mostly latency, which a narrow tile with all loads in flight hides best.
     """
     conv = problem.conv
-    flops = 2 * problem.pixels * conv.k * conv.c * conv.taps
     wide = conv.c >= _WORTH_CHANNELS and conv.k >= _WORTH_CHANNELS // 2
-    return wide and flops >= _WORTH_FLOPS and int(target.arch.removeprefix("sm_")) >= 90
+    return wide and _flops(problem) >= _WORTH_FLOPS and int(target.arch.removeprefix("sm_")) >= 90
+
+
+def worth_specialised(problem: Problem) -> bool:
+    """The same of specialised warps, whose tiles are narrower."""
+    return min(problem.conv.c, problem.conv.k) >= _WORTH_CHANNELS // 2 and _flops(problem) >= _WORTH_FLOPS
+
+
+def _flops(problem: Problem) -> int:
+    return 2 * problem.pixels * problem.conv.k * problem.conv.c * problem.conv.taps
 
 
 def box_configs(problem: Problem, target: Target) -> tuple[Config, ...]:
@@ -86,6 +156,19 @@ def box_configs(problem: Problem, target: Target) -> tuple[Config, ...]:
     return tuple(config for _, config in sorted(places, key=itemgetter(0)))
 
 
+def specialised_configs(problem: Problem, target: Target) -> tuple[Config, ...]:
+    """The same of specialised warps, whose model is finer: a tile's second choice counts as a seventh slower."""
+    valid = (config for config in _proposed_specialised(problem) if config.is_valid(problem, target))
+    ranked = sorted(((_specialised_clocks(problem, config, target), config) for config in valid), key=itemgetter(0))
+    seen: Counter[tuple[int, int]] = Counter()
+    places = []
+    for clocks, config in ranked:
+        tile = config.block_m, config.block_n
+        places.append((clocks * (1 + seen[tile] / 7), config))
+        seen[tile] += 1
+    return tuple(config for _, config in sorted(places, key=itemgetter(0)))
+
+
 def _proposed(problem: Problem) -> Iterator[Config]:
     """Tiles that fill wgmma, each with its best box, pipelines of 3 to 6 steps and parts of eight steps and more."""
     conv, full = problem.conv, 128 // problem.x.element_size()  # a row of shared memory
@@ -97,6 +180,23 @@ def _proposed(problem: Problem) -> Iterator[Config]:
             # at most 128 accumulators a thread
             for num_warps in {2**15: (8,), 2**14: (8, 4)}.get(m * n, (4,)):
                 yield Config(m, n, k, num_warps, stages, split, *_best_box(problem, m))
+
+
+def _proposed_specialised(problem: Problem) -> Iterator[Config]:
+    """Each tile with its best box, its pipelines, and parts of four steps and more.
+
+    A step is a row of shared memory, which may reach beyond the last channel, or half of one where that fits better.
+    """
+    conv = problem.conv
+    steps = [min(64, max(16, next_power_of_2(conv.c)))]
+    if conv.c > 64 and conv.c % 64 == 32:
+        steps.append(32)
+    for (m, n, num_warps), depths in _SPECIALIZED.items():
+        if n <= max(32, next_power_of_2(conv.k)):
+            for k, stages, split in product(steps, depths, _SPLITS):
+                if split == 1 or conv.taps * cdiv(conv.c, k) >= 4 * split:
+                    # as many bytes ahead in half steps
+                    yield Config(m, n, k, num_warps, stages * steps[0] // k, split, *_best_box(problem, m), True)
 
 
 def _best_box(problem: Problem, block_m: int) -> tuple[int, int]:
@@ -136,7 +236,28 @@ def _clocks(problem: Problem, config: Config, target: Target) -> float:
     wait = _COPY_CLOCKS / (config.num_stages - 1) / resident
     out = m * n * (size if config.split_k == 1 else 4) / _STORED_A_CLOCK
     clocks = _COPY_CLOCKS + rounds * (steps * max(multiply, copy, wait) + out)
-    if config.split_k > 1:
-        read = 4 * config.split_k * problem.pixels * conv.k / target.sm_count
-        clocks += _LAUNCH_CLOCKS + read / _BYTES_A_CLOCK
-    return clocks
+    return clocks + _sum_clocks(problem, config, target)
+
+
+def _specialised_clocks(problem: Problem, config: Config, target: Target) -> float:
+    """As `_clocks`: two programs on one multiprocessor hide what one of them stores."""
+    m, n, k, size = config.block_m, config.block_n, config.block_k, problem.x.element_size()
+    units = programs(problem, config)
+    rounds = cdiv(units, target.sm_count)
+    shared = min(rounds, config.resident(problem, target))
+    port = min(_PORT_BYTES_A_CLOCK, _L2_BYTES_A_CLOCK / min(units, target.sm_count))
+    alone = max(_STEP_CLOCKS, _COPY_CLOCKS / (config.num_stages - 1)) / shared
+    step = max(m * n * k / _MADS_A_CLOCK, (m + n) * k * size / port, alone)
+    main = cdiv(config.steps(problem), config.split_k) * step
+    activated = config.split_k == 1 and problem.act != "none"
+    tile = _TILE_CLOCKS + m * n / (_ACTIVATED_A_CLOCK if activated else _STORED_A_CLOCK)
+    clocks = rounds * (main + tile) if shared == 1 else rounds * max(main, tile) + tile
+    return _START_CLOCKS + clocks + _sum_clocks(problem, config, target)
+
+
+def _sum_clocks(problem: Problem, config: Config, target: Target) -> float:
+    """Of the kernel that adds parts."""
+    if config.split_k == 1:
+        return 0
+    read = 4 * config.split_k * problem.pixels * problem.conv.k / target.sm_count
+    return _LAUNCH_CLOCKS + read / _BYTES_A_CLOCK

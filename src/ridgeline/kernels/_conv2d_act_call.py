@@ -18,6 +18,7 @@ _MAX_OPERANDS = 96  # registers a thread for a reduction that is loaded whole
 _MAX_ACCUMULATORS, _MAX_BOX_ACCUMULATORS = 64, 128
 _WIDEST_BOX_TILE = 128  # output channels; 256 of them compiled on Triton 3.6 and gave wrong sums on an H200
 _BARRIER_BYTES = 1024  # of shared memory, beside the operands
+_RESERVED_BYTES = 1024  # of shared memory that each program takes beside its own; a multiprocessor has as much more
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,18 @@ class Problem(ConvCall):
             and self.pixels > 0
         )
 
+    @property
+    def takes_specialised(self) -> bool:
+        """Whether wgmma multiplies x as it is, of stride 1, and tensor maps describe all that is read and written."""
+        size, stored = self.x.element_size(), [t for t in (self.residual, self.out) if t is not None]
+        return (
+            self.x.dtype in (torch.float16, torch.bfloat16)
+            and tuple(self.stride) == (1, 1)
+            and self.takes_boxes
+            and (self.out is not None or self.conv.k * size % 16 == 0)
+            and all((pixel_pitch(t) or 0) * size % 16 == 0 and _starts_at_16_bytes(t) for t in stored)
+        )
+
 
 @dataclass(frozen=True)
 class Config:
@@ -79,6 +92,8 @@ class Config:
     With box_h and box_w the pixels are a box of an image, or of several images where block_m has room for them, that
     the tensor memory accelerator copies; split_k is then the number of programs that share the reduction of a tile,
     whose sums a second kernel adds. 0: rows of pixels, gathered through pointers.
+
+    With `specialised` one more warp copies the boxes for num_warps others, and programs take several tiles each.
     """
 
     block_m: int
@@ -89,6 +104,7 @@ class Config:
     split_k: int = 1
     box_h: int = 0
     box_w: int = 0
+    specialised: bool = False
 
     @property
     def box_n(self) -> int:
@@ -109,6 +125,8 @@ class Config:
             and self.split_k >= 1
         ):
             return False
+        if self.specialised:
+            return self._specialised_is_valid(problem, target)
         if self.box_h or self.box_w:
             return self._boxes_are_valid(problem, target)
         return self._pointers_are_valid(problem, target)
@@ -129,14 +147,11 @@ class Config:
         )
 
     def _boxes_are_valid(self, problem: Problem, target: Target) -> bool:
-        conv, sides = problem.conv, (self.box_h, self.box_w)
+        conv = problem.conv
         operands = self.num_stages * (self.block_m + self.block_n) * self.block_k * problem.x.element_size()
         return (
             int(target.arch.removeprefix("sm_")) >= 90
-            # a copy takes at most 256 of an axis
-            and all(0 < side <= 256 and _is_power_of_2(side) for side in sides)
-            and self.box_h * self.box_w <= self.block_m <= 256
-            and (not problem.is_product or sides == (1, self.block_m))
+            and self._covers_pixels(problem)
             and self.block_n <= _WIDEST_BOX_TILE
             and self.block_m * self.block_n <= _MAX_BOX_ACCUMULATORS * 32 * self.num_warps
             # a step lies in one tap, so that what it copies beyond the image is zero, and nothing else is beyond
@@ -147,6 +162,50 @@ class Config:
             and self.split_k * problem.pixels < INT32_ELEMENTS
             and problem.takes_boxes
         )
+
+    def _covers_pixels(self, problem: Problem) -> bool:
+        sides = (self.box_h, self.box_w)
+        return (
+            # a copy takes at most 256 of an axis
+            all(0 < side <= 256 and _is_power_of_2(side) for side in sides)
+            and self.box_h * self.box_w <= self.block_m <= 256
+            and (not problem.is_product or sides == (1, self.block_m))
+        )
+
+    def _specialised_is_valid(self, problem: Problem, target: Target) -> bool:
+        return (
+            target.arch == "sm_90"
+            and problem.takes_specialised
+            and self._covers_pixels(problem)
+            and self.num_warps in (4, 8)
+            # an instruction takes 64 rows from four warps and up to 256 columns, and reduces rows of one swizzle
+            and self.block_m >= 16 * self.num_warps
+            and self.block_n <= 256
+            and self.block_k <= 64
+            and self.block_m * self.block_n <= _MAX_BOX_ACCUMULATORS * 32 * self.num_warps
+            # two of them are read while a third is filled
+            and self.num_stages > 2
+            and self.shared_bytes(problem) <= target.shared_bytes
+            # a part without a step would leave its sums unwritten
+            and (self.split_k - 1) * cdiv(self.steps(problem), self.split_k) < self.steps(problem)
+            and (self.split_k == 1 or problem.conv.k % 4 == 0)
+            and self.split_k * problem.pixels < INT32_ELEMENTS
+        )
+
+    def steps(self, problem: Problem) -> int:
+        """Of a tile's reduction, each in one tap."""
+        return problem.conv.taps * cdiv(problem.conv.c, self.block_k)
+
+    def shared_bytes(self, problem: Problem) -> int:
+        """Of a specialised program: its stages and a tile of y, or of fp32 sums."""
+        size = problem.x.element_size()
+        stages = self.num_stages * (self.block_m + self.block_n) * self.block_k * size
+        return stages + self.block_m * self.block_n * (size if self.split_k == 1 else 4) + _BARRIER_BYTES
+
+    def resident(self, problem: Problem, target: Target) -> int:
+        """Specialized programs that share a multiprocessor: two if half of its registers and memory hold one."""
+        halves = 2 * (self.shared_bytes(problem) + _RESERVED_BYTES) <= target.shared_bytes + _RESERVED_BYTES
+        return 2 if halves and self.num_warps == 4 and self.block_n < 256 else 1
 
 
 def _starts_at_16_bytes(x: Tensor) -> bool:

@@ -15,7 +15,8 @@ empty y. Raises ValueError or TypeError for any other layout, dtype or choice.
 
 The GEMM is [N HO WO, R S C] x [R S C, K]. Rows of the left matrix are never written out: each is gathered by its pixel,
 tap by tap (the method of implicit GEMM in cuDNN, Chetlur et al. 2014, with NHWC so that a tap's channels are adjacent).
-On sm_90 and later the config may have whole boxes of pixels copied instead, see `_conv2d_act_tma`.
+On sm_90 and later the config may have whole boxes of pixels copied instead, see `_conv2d_act_tma`, and on sm_90 by
+warps that do nothing else, see `_conv2d_act_gluon`.
 """
 
 from __future__ import annotations
@@ -35,8 +36,17 @@ from ridgeline.cost import Cost
 from ridgeline.cost.conv import conv_forward, problem_of
 from ridgeline.kernels._conv import FLOATS, padded, reduction_step
 from ridgeline.kernels._conv2d_act import conv2d_act_kernel
-from ridgeline.kernels._conv2d_act_boxes import box_configs, programs, tensor_maps, worth_boxes
+from ridgeline.kernels._conv2d_act_boxes import (
+    box_configs,
+    programs,
+    specialised_configs,
+    specialised_maps,
+    tensor_maps,
+    worth_boxes,
+    worth_specialised,
+)
 from ridgeline.kernels._conv2d_act_call import PRECISIONS, Config, Problem  # noqa: F401 - kernels beside take them here
+from ridgeline.kernels._conv2d_act_gluon import conv2d_act_gluon_kernel
 from ridgeline.kernels._conv2d_act_tma import conv2d_act_tma_kernel, sum_parts_kernel
 from ridgeline.kernels._nhwc import conv_sample, tf32_rounding
 from ridgeline.kernels._op import LastLaunch, Launch, Launcher, Target, define, execute, target_of, tuned_config
@@ -131,12 +141,16 @@ def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Confi
     worth = [c for c, _ in sorted(tried, key=lambda pair: rank(*pair)) if c != default and c.is_valid(problem, target)]
     split = [c for c in _split(problem, k) if c.is_valid(problem, target)]
     boxes, late = box_configs(problem, target)[:_MOST_BOXED], 0
+    specialised = specialised_configs(problem, target)[:_MOST_BOXED]
     if worth_boxes(problem, target):
         # boxes and the likeliest tiles without them take turns; all else comes later
         first = [c for c in (Config(m, n, factor * k, 4, stages) for m, n, factor, stages in _WIDE) if c in worth]
         worth, late = [*first, *(c for c in worth if c not in first)], len(first)
     places = [(i - 0.5 if late else math.inf, c) for i, c in enumerate(boxes)]
     places += [(i, c) for i, c in enumerate(worth[:_MOST_CANDIDATES])]
+    # one of these, then three others
+    pace, early = 1.5 if late else 3, worth_specialised(problem)
+    places += [(pace * i - 0.75 if early else math.inf, c) for i, c in enumerate(specialised)]
     # every fourth one is split
     places += [(late + 3 * i + 2.5, c) for i, c in enumerate(split[:_MOST_SPLIT])]
     return (default, *(config for _, config in sorted(places, key=itemgetter(0))))
@@ -170,6 +184,8 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
     }
+    if config.specialised:
+        return _specialised(problem, config, target, y)
     if config.boxed:
         return _boxed(problem, config, choices, y)
     return Launch(
@@ -208,30 +224,70 @@ def _boxed(problem: Problem, config: Config, choices: Mapping[str, int | str], y
     )
     if config.split_k == 1:
         return whole
-    # sums of parts, added in their order by a kernel of its own: atomic adds would give other bits on every run
-    k = problem.conv.k
-    parts = torch.empty((config.split_k, problem.pixels, k), dtype=torch.float32, device=y.device)
+    parts = _parts(problem, config, y)
+    first = replace(
+        whole,
+        arguments={**whole.arguments, "bias_ptr": None, "residual_ptr": None, "y_ptr": parts},
+        # the epilogue's choices are the second kernel's: the first is compiled once for all of them
+        constants={**whole.constants, "RESIDUAL_PITCH": 0, "Y_PITCH": problem.conv.k, "ACT": "none"},
+        output=parts,
+    )
+    return _summed(problem, config, first, y)
+
+
+def _specialised(problem: Problem, config: Config, target: Target, y: Tensor) -> Launch:
+    """As `_boxed`, by as many programs as run at a time."""
+    conv, split = problem.conv, config.split_k > 1
+    out = _parts(problem, config, y) if split else y
+    n, (ho, wo) = (1, (1, problem.pixels)) if problem.is_product else (conv.n, (conv.oh, conv.ow))
+    first = Launch(
+        kernel=conv2d_act_gluon_kernel,
+        grid=(min(programs(problem, config), target.sm_count * config.resident(problem, target)),),
+        arguments={
+            **specialised_maps(problem, config, out),
+            "bias_ptr": None if split else problem.bias,
+            "images": n,
+        },
+        constants={
+            "C": conv.c, "K": conv.k, "R": conv.filter[0], "S": conv.filter[1], "HO": ho, "WO": wo,
+            "PAD_H": problem.padding[0], "PAD_W": problem.padding[1], "ACT": "none" if split else problem.act,
+            "PDL": problem.pdl, "SPLIT": config.split_k, "BOX_N": config.box_n, "BOX_H": config.box_h,
+            "BOX_W": config.box_w, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "STAGES": config.num_stages,
+        },
+        num_warps=config.num_warps,
+        num_stages=1,
+        output=out,
+        pdl=problem.pdl,
+    )  # fmt: skip
+    return _summed(problem, config, first, y) if split else first
+
+
+def _parts(problem: Problem, config: Config, y: Tensor) -> Tensor:
+    """Memory for what the programs of a tile sum up."""
+    return torch.empty((config.split_k, problem.pixels, problem.conv.k), dtype=torch.float32, device=y.device)
+
+
+def _summed(problem: Problem, config: Config, first: Launch, y: Tensor) -> Launch:
+    """After the launch that leaves parts: added in their order, as atomic adds would give other bits on every run."""
+    k, constants, arguments = problem.conv.k, problem.constants(y), problem.arguments(y)
     block_m, block_n = _SUM_TILE[0], min(_SUM_TILE[1], padded(k))
-    names = ("K", "RESIDUAL_PITCH", "Y_PITCH", "ACT", "WIDE", "PDL", "SPLIT")
     return LastLaunch(
         kernel=sum_parts_kernel,
         grid=(-(-problem.pixels // block_m) * -(-k // block_n),),
-        arguments={"parts_ptr": parts, **arguments},
-        constants={**{name: whole.constants[name] for name in names}, "BLOCK_M": block_m, "BLOCK_N": block_n},
+        arguments={
+            "parts_ptr": first.output,
+            **{name: arguments[name] for name in ("bias_ptr", "residual_ptr", "y_ptr", "pixels")},
+        },
+        constants={
+            "K": k, **{name: constants[name] for name in ("RESIDUAL_PITCH", "Y_PITCH", "ACT", "WIDE", "PDL")},
+            "SPLIT": config.split_k, "BLOCK_M": block_m, "BLOCK_N": block_n,
+        },
         num_warps=4,
         num_stages=1,
         output=y,
         pdl=problem.pdl,
-        before=(
-            replace(
-                whole,
-                arguments={**whole.arguments, "bias_ptr": None, "residual_ptr": None, "y_ptr": parts},
-                # the epilogue's choices are the second kernel's: the first is compiled once for all of them
-                constants={**whole.constants, "RESIDUAL_PITCH": 0, "Y_PITCH": k, "ACT": "none"},
-                output=parts,
-            ),
-        ),
-    )
+        before=(first,),
+    )  # fmt: skip
 
 
 def conv2d_act(
