@@ -97,13 +97,14 @@ def test_networks(build, kernels, foreign, tmp_path):
 
 
 def check_file(compiled: compiler.Compiled, inputs: tuple[Tensor, ...], path: Path) -> None:
-    """What comes back from a file gives the same bits, and knows the same of itself."""
+    """What comes back from a file computes the same, and knows the same of itself."""
     compiled.save(path)
     loaded = compiler.load(path, device=inputs[0].device)
     path.unlink()  # some weigh 100 MB
     assert loaded.report == compiled.report and loaded.recipe == compiled.recipe
     for a, b in zip(tensors(loaded(*inputs)), tensors(compiled(*inputs)), strict=True):
-        assert torch.equal(a, b)
+        # weights from a file lie elsewhere in memory, by which PyTorch chooses some of its CPU kernels
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_unet(tmp_path):
