@@ -227,6 +227,7 @@ def test_a_module_in_the_working_directory(run, folder):
         ("verify yolo26n --weights absent.pt", 2, "weights file 'absent.pt' does not exist"),
         ("verify yolo26n --images absent", 2, "'absent' does not exist"),
         ("verify yolo26n --size 65", 2, "must be a positive multiple of 32, got 65"),
+        ("tune yolo26n --dtype fp8", 2, "--dtype fp8 is for ddpm's training step"),
         ("verify yolo26n --dtype fp8", 2, "argument --dtype: invalid choice: 'fp8'"),
         ("verify yolo26n --limit-map 1.5", 2, "the limit of mAP must lie in 0..1, got 1.5"),
         ("verify yolo26n --limit-factor 0", 2, "error_factor must be at least 1, got 0.0"),

@@ -24,6 +24,11 @@ def test_names_say_what_they_do():
 @pytest.mark.parametrize(
     ("make", "text"),
     [
+        (
+            lambda: StepRecipe(channels_last=True, fp8="auto", fp8_passes=("fprop", "forward")),
+            "fp8_passes must be one or more of fprop, dgrad, wgrad, got fprop, forward",
+        ),
+        (lambda: StepRecipe(channels_last=True, fp8="auto", fp8_passes=()), "fp8_passes must be .*, got none"),
         (lambda: step_recipe("fp9"), "one of bf16, fp8, fp16, fp32, writeup-5, got 'fp9'"),
         (lambda: StepRecipe(rewrites=("fuse",)), "rewrites must be among .*expand_upsample, .*got 'fuse'"),
         (lambda: StepRecipe(optimizer_kernel="maybe"), "optimizer_kernel must be one of auto, always, never"),

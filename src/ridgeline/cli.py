@@ -128,6 +128,8 @@ def tune(a: argparse.Namespace) -> int:
         if a.no_pdl or a.precision != "tf32":
             raise UsageError("tune: --no-pdl and --precision are for inference, and ddpm is a training step")
         rows = cli_bench.tune_ddpm(a.batch or 128, a.dtype or "bf16", **choices)
+    elif a.dtype == "fp8":
+        raise UsageError("tune: --dtype fp8 is for ddpm's training step: inference runs in fp16, bf16 or fp32")
     else:
         target = ridgeline.targets.resolve(a.model, batch=a.batch)
         recipe = ridgeline.recipe.Recipe(dtype=a.dtype or "fp16", precision=a.precision, pdl=not a.no_pdl)
@@ -253,7 +255,9 @@ def _add_verify(verbs: argparse._SubParsersAction) -> None:
 def _add_tune(verbs: argparse._SubParsersAction) -> None:
     p = _verb(verbs, "tune", tune, "search kernel configs for a model on this GPU, once, into the user's tables")
     p.add_argument("model", metavar="MODEL", help="yolo26n|s|m|l|x, ddpm, package.module:callable or file.py:callable")
-    p.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), help="default fp16, for ddpm's training step bf16")
+    p.add_argument(
+        "--dtype", choices=("fp16", "bf16", "fp32", "fp8"), help="default fp16, for ddpm bf16; fp8 for ddpm alone"
+    )
     p.add_argument(
         "--precision", choices=("tf32", "ieee"), default="tf32", help="of fp32 products (default %(default)s)"
     )

@@ -29,12 +29,11 @@ from ridgeline.kernels import quantize_weights_fp8
 from ridgeline.kernels._op import dtype_name
 from ridgeline.specs import DeviceSpec, find_spec
 from ridgeline.train_rewrites import fp8_prices, fuse_quantize
-from ridgeline.train_rewrites.fp8_passes import PASSES, Chooser, chosen_passes
+from ridgeline.train_rewrites.fp8_passes import MULTIPLE, PASSES, Chooser, chosen_passes
 from ridgeline.train_rewrites.use_convolutions import Convolution
 from ridgeline.train_rewrites.use_fp8 import Fp8State, Fp8Weight
 
 _FORMATS = {"x": "e4m3", "w": "e4m3", "dy": "e5m2"}  # of the tensors of a layer, in the order of its rows
-_MULTIPLE = 16  # of filters, of channels, and of the bytes before a weight
 _ARCHITECTURE = "sm_90"  # whose kernels conv2d_fp8 has
 # Gradients of a mean are small: by a scale of 1 all of them might vanish, and so would all that the layers before get,
 # one layer more a step. So e5m2 holds 2e-10 to 0.87 at first; what is larger saturates for one step.
@@ -63,8 +62,10 @@ class Fp8Step:
         rule: ScalingRule | None = None,
         limits: Fp8Limits | None = None,
         choose: Chooser = chosen_passes,
+        passes: Sequence[str] = PASSES,
     ) -> None:
         self.choose = choose
+        self.allowed = frozenset(passes)
         self._wanted = wanted
         self._device, self._rule, self._limits = device, rule, limits or Fp8Limits()
         self._scaling: DelayedScaling | None = None
@@ -282,7 +283,7 @@ class Fp8Step:
 
     def _why_none(self) -> str:
         if self._off or not self._rows:
-            return self._off or f"no weight has filters and channels in multiples of {_MULTIPLE}"
+            return self._off or f"no weight has filters and channels in multiples of {MULTIPLE}"
         return "; ".join(self._reasons()) or "no step has been compiled"
 
     # --- parts -----------------------------------------------------------------------------------------------------
@@ -362,10 +363,10 @@ def _unfit(weight: Tensor) -> str:
     k, c = weight.shape[:2]
     if weight.dtype != torch.float32:
         return f"its weight is {dtype_name(weight.dtype)}"
-    if not weight.numel() or k % _MULTIPLE or c % _MULTIPLE:
-        return f"it has {k} filters of {c} channels, and FP8 takes multiples of {_MULTIPLE}"
+    if not weight.numel() or k % MULTIPLE or c % MULTIPLE:
+        return f"it has {k} filters of {c} channels, and FP8 takes multiples of {MULTIPLE}"
     if not weight.is_contiguous(memory_format=torch.channels_last):
         return "its weight is not channels-last"
-    if weight.data_ptr() % _MULTIPLE:
-        return f"its weight does not begin at a multiple of {_MULTIPLE} bytes"
+    if weight.data_ptr() % 16:
+        return f"its weight does not begin at a multiple of {MULTIPLE} bytes"
     return ""

@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor, fx
 from torch.fx.node import map_arg
+from triton.errors import TritonError
 
 from ridgeline.kernels import BY_OVERLOAD
 
@@ -54,7 +55,7 @@ def compile_kernels(graph_module: fx.GraphModule, device: torch.device) -> None:
 def _compile_each(graph_module: fx.GraphModule, device: torch.device) -> None:
     for node in kernel_calls(graph_module):
         for launch in planned(node, device):
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(TritonError, RuntimeError, SystemError):
                 launch.kernel.warmup(**launch.arguments, **launch.constants, **launch.options, grid=launch.grid)
 
 

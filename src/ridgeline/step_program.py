@@ -85,7 +85,9 @@ class StepProgram:
         self.layouts = LayoutWatch()
         wanted = recipe.fp8 != "never"
         choose = chosen_passes if recipe.fp8 == "always" else paying_passes
-        rules: dict[str, Any] = {"rule": recipe.fp8_scaling, "limits": recipe.fp8_limits}
+        rules: dict[str, Any] = {
+            "rule": recipe.fp8_scaling, "limits": recipe.fp8_limits, "passes": recipe.fp8_passes
+        }  # fmt: skip
         self.fp8 = Fp8Step(self.device, wanted=wanted, choose=choose, **rules)
         compiler = inductor(recipe.compile_mode, self._see)
         self.backend = TrainBackend(recipe.rewrites, compiler, self.copies, self.fp8 if wanted else None)

@@ -11,6 +11,7 @@ from ridgeline.fp8_review import Fp8Limits
 from ridgeline.fp8_scaling import ScalingRule
 from ridgeline.loss_scale import ScaleRule
 from ridgeline.train_rewrites import BY_NAME
+from ridgeline.train_rewrites.fp8_passes import PASSES
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 COMPILED = ("loss", "model", "none")
@@ -37,6 +38,7 @@ class StepRecipe:
                       gradients bf16: "auto" where it can, "always" or NotEngaged, "never"
     fp8               convolutions of compiled bf16 steps in FP8, on an H100 or H200: "auto" where that is faster, by
                       tables or rooflines; "always" where there are kernels, or NotEngaged; "never"
+    fp8_passes        of theirs that may: of "fprop", "dgrad", "wgrad"
     fp8_scaling       how their scales follow magnitudes
     fp8_limits        what their counters may show; a layer that exceeds it returns to bf16
     generators        that the loss draws from, besides the default ones; on the model's device
@@ -54,6 +56,7 @@ class StepRecipe:
     optimizer_kernel: str = "auto"
     weight_copies: str = "never"
     fp8: str = "never"
+    fp8_passes: tuple[str, ...] = PASSES
     fp8_scaling: ScalingRule = field(default_factory=ScalingRule)
     fp8_limits: Fp8Limits = field(default_factory=Fp8Limits)
     generators: tuple[torch.Generator, ...] = ()
@@ -83,6 +86,9 @@ class StepRecipe:
                 raise UsageError(f"recipe: fp8={self.fp8!r} needs {name}={wanted!r}: {why}")
         if self.compile == "none":
             raise UsageError(f"recipe: fp8={self.fp8!r} needs a compiled step, and the recipe has compile='none'")
+        if not self.fp8_passes or not set(self.fp8_passes) <= set(PASSES):
+            known, got = ", ".join(PASSES), ", ".join(self.fp8_passes) or "none"
+            raise UsageError(f"recipe: fp8_passes must be one or more of {known}, got {got}")
         if self.fp8_scaling.current:
             raise UsageError(
                 "recipe: fp8_scaling must be delayed: a step's graph quantises by the scales of earlier steps"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ridgeline.fp8_step import Fp8Step
-from ridgeline.train_rewrites import BY_NAME, fuse_quantize, use_convolutions, use_fp8
+from ridgeline.train_rewrites import BY_NAME, fuse_bias_gradient, fuse_quantize, use_convolutions, use_fp8
 from ridgeline.train_rewrites._match import copied
 from ridgeline.weight_copies import WeightCopies, given_narrow, narrow_weights
 
@@ -23,7 +23,8 @@ Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 def inductor(mode: str, watch: Callable[[fx.GraphModule], None] | None = None) -> Compiler:
     """Inductor, as torch.compile's `mode` sets it up; `watch` sees each aten graph that it is given, before.
 
-    Maps in FP8 are quantised by the kernels that make them, where those can: `fuse_quantize`.
+    Maps in FP8 are quantised by the kernels that make them, where those can: `fuse_quantize`. Norms sum the gradients
+    of the biases before them: `fuse_bias_gradient`.
     """
 
     def compiler(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -32,6 +33,7 @@ def inductor(mode: str, watch: Callable[[fx.GraphModule], None] | None = None) -
 
         def compile_watched(aten_module: fx.GraphModule, given: Sequence[Any], **options: Any) -> Any:
             fuse_quantize.apply(aten_module)
+            fuse_bias_gradient.apply(aten_module)
             if watch is not None:
                 watch(aten_module)
             return compile_fx_inner(aten_module, given, **options)

@@ -53,8 +53,8 @@ def conv2d_wgrad_fp8_kernel(
     rings = (a, b, dy_full, dy_empty, x_full, x_empty)
     gl.warp_specialize(
         [
-            (_multiply, (parts_ptr, rings, groups, C, K, R, S, QUARTER, PARTS, BLOCK_K, BLOCK_C, X_STAGES, DY_STAGES,
-                         SPAN, PROMOTED)),
+            (_multiply, (parts_ptr, rings, groups, C, K, R, S, QUARTER, PARTS, BLOCK_K, BLOCK_C, X_STAGES, SPAN,
+                         PROMOTED)),
             (_copy, (x_desc, dy_desc, rings, groups, across, C, K, R, S, QUARTER, PARTS, BOX_N, BOX_W, BLOCK_K, BLOCK_C,
                      X_STAGES, DY_STAGES)),
         ],
@@ -124,10 +124,10 @@ def _copy(
 def _multiply(
     parts_ptr, rings, groups,
     C: gl.constexpr, K: gl.constexpr, R: gl.constexpr, S: gl.constexpr, QUARTER: gl.constexpr, PARTS: gl.constexpr,
-    BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr, X_STAGES: gl.constexpr, DY_STAGES: gl.constexpr,
-    SPAN: gl.constexpr, PROMOTED: gl.constexpr,
+    BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr, X_STAGES: gl.constexpr, SPAN: gl.constexpr,
+    PROMOTED: gl.constexpr,
 ):  # fmt: skip
-    a, b, dy_full, dy_empty, x_full, x_empty = rings
+    x_full, x_empty = rings[4], rings[5]
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_C, 32]
     )
@@ -224,12 +224,12 @@ def _as_fp8(box, dtype: gl.constexpr, BLOCK: gl.constexpr):
     """A copied box of words, [images, 1, BLOCK, words], as an operand [BLOCK, bytes]."""
     IMAGES: gl.constexpr = box.shape[0]
     BYTES: gl.constexpr = 4 * box.shape[3]
-    return box._reinterpret(dtype, [BLOCK, IMAGES * BYTES], _operand_layout(BLOCK, BYTES, IMAGES))
+    return box._reinterpret(dtype, [BLOCK, IMAGES * BYTES], _operand_layout(BLOCK, BYTES))
 
 
 @gluon.constexpr_function
-def _operand_layout(rows, inner, planes):
-    """Of [rows, planes x inner bytes] whose planes [rows, inner bytes] follow each other."""
+def _operand_layout(rows, inner):
+    """Of [rows, 128 bytes] that are planes [rows, inner bytes], one after the other."""
     if inner > 16:
         return gl.NVMMASharedLayout(swizzle_byte_width=inner, element_bitwidth=8, rank=2)
     # 16 bytes are not swizzled

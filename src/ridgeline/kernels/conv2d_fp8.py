@@ -10,8 +10,8 @@ padding                 (rows, columns) of zeros on each side of x, less than R 
 C is a multiple of 16, K of 8. Sums in the tensor cores' own accumulator, which keeps some 14 bits and cuts the rest off
 (`eps`), and rounds once. Raises ValueError or TypeError for anything else.
 
-It is the forward pass, and the gradient of x: wgmma wants both FP8 operands with the reduced dimension adjacent, so that
-gradient is this op on `for_dgrad(weight)` with the padding R - 1 - p: the weight transposed and its taps backward.
+It is the forward pass, and the gradient of x: wgmma wants both FP8 operands with the reduced dimension adjacent, so
+that gradient is this op on `for_dgrad(weight)` with the padding R - 1 - p, the weight transposed, its taps backward.
 """
 
 from __future__ import annotations
@@ -59,23 +59,11 @@ def reference(
     return y if wide == torch.float64 else y.to(torch.bfloat16)
 
 
-def cost(
-    x: Tensor, weight: Tensor, inverse: Tensor, bias: Tensor | None = None, *,
-    x_row: int, weight_row: int, padding: Sequence[int]  # noqa: ARG001
-) -> Cost:  # fmt: skip
+def cost(x: Tensor, weight: Tensor, *_others: Tensor | None, padding: Sequence[int], **_rows: int) -> Cost:
     return conv_forward(_pass(x, weight, padding).conv, x.dtype, out_dtype=torch.bfloat16)
 
 
-def eps(
-    x: Tensor,
-    weight: Tensor,
-    inverse: Tensor,
-    bias: Tensor | None = None,
-    *,
-    x_row: int,
-    weight_row: int,
-    padding: Sequence[int],
-) -> float:  # noqa: ARG001
+def eps(weight: Tensor, **_others: Any) -> float:
     """Rounding to bf16, and what an instruction, 32 products, cuts off the sum, at worst always to one side."""
     return BF16_EPS + weight[0].numel() / 32 * _CUT
 

@@ -1,4 +1,4 @@
-"""(dw, db) = the gradients of conv2d's weight and bias from FP8 operands, NHWC, stride 1, the map keeps its size. sm_90.
+"""(dw, db) = the gradients of conv2d's weight and bias from FP8 operands, stride 1, the map keeps its size. sm_90.
 
 dy        [K, N, H / 4 + 2, W, 4]  quads (see _quads) of the gradient of y, FP8 e5m2
 x         [C, N, H / 4 + 2, W, 4]  quads of x, FP8 e4m3
@@ -44,7 +44,7 @@ from ridgeline.kernels._op import (
     target_of,
     tuned_config,
 )
-from ridgeline.kernels._quads import WORDS, box_of, from_quads, quads_shape, to_quads, why_not, words_map
+from ridgeline.kernels._quads import box_of, from_quads, quads_shape, to_quads, why_not, words_map
 from ridgeline.numerics import BF16_EPS
 
 _CUT = 2.0**-13  # see conv2d_fp8

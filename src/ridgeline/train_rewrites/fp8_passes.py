@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
+
 from ridgeline.kernels._quads import why_not
 from ridgeline.train_rewrites.use_convolutions import Convolution
 
 PASSES = ("fprop", "dgrad", "wgrad")
+MULTIPLE = 16  # of filters and channels
 _FILTER_ROWS = (1, 3)  # of conv2d_wgrad_fp8
 
 
@@ -15,6 +18,12 @@ class Chooser(Protocol):
     """Which of the passes that are possible run in FP8; `by_norm`: the norm before makes x, and can write it in FP8."""
 
     def __call__(self, conv: Convolution, *, by_norm: bool) -> frozenset[str]: ...
+
+
+def takes(conv: Convolution) -> bool:
+    """Whether FP8 kernels compute such a convolution, of stride 1 and one group, at all."""
+    same = all(2 * p == size - 1 for p, size in zip(conv.padding, conv.weight[2:], strict=True))
+    return same and conv.dtype == torch.bfloat16 and conv.weight[0] % MULTIPLE == conv.weight[1] % MULTIPLE == 0
 
 
 def impossible_passes(conv: Convolution) -> dict[str, str]:

@@ -58,6 +58,7 @@ class Layers(Protocol):
     """The owner of what graphs read: `fp8_step.Fp8Step`."""
 
     choose: Chooser
+    allowed: frozenset[str]  # the passes that may run in FP8
 
     @property
     def state(self) -> Fp8State: ...
@@ -97,8 +98,10 @@ def apply(graph_module: fx.GraphModule, inputs: Sequence[Any], layers: Layers) -
         padding, shapes = _shapes(call)
         impossible = impossible_passes(shapes)
         chosen = layers.choose(shapes, by_norm=_is_of_norm(call, quads="wgrad" not in impossible))
-        passes = tuple(name for name in PASSES if name in chosen and name not in impossible)
-        reasons = {name: impossible.get(name, "it was chosen to") for name in PASSES if name not in passes}
+        passes = tuple(name for name in PASSES if name in chosen & layers.allowed and name not in impossible)
+        left_out = dict.fromkeys(frozenset(PASSES) - layers.allowed, "the recipe's fp8_passes leave it out")
+        known = {**dict.fromkeys(PASSES, "FP8 would save less than quantising costs"), **left_out, **impossible}
+        reasons = {name: known[name] for name in PASSES if name not in passes}
         stays = "; ".join(f"{name} stays bf16: {why}" for name, why in reasons.items())
         layers.note(weight, weight_node.name, passes, stays)
         if not passes:
