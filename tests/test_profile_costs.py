@@ -209,6 +209,7 @@ def test_depthwise_weight_gradients_are_divided_by_groups_once() -> None:
 OPERATORS = (
     *kernels.ALL,
     *kernels.PASSES,
+    *kernels.UPSAMPLED,
     *kernels.FP8,
     group_norm_silu_backward.OP,
     group_norm_silu_fp8.OP,

@@ -48,6 +48,35 @@ def _conv2d_wgrad(a: Arguments) -> Work:
     return Work(conv.flops, a.bytes(0, 1) + prod(conv.weight) * a.item(0), f"wgrad {conv}", "wgrad")
 
 
+def _upsample_conv2d(a: Arguments) -> Work:
+    (n, c, h, w), weight = a.dims(0), a.dims(1)
+    conv = _upsampled((n, c, 2 * h, 2 * w), weight)
+    return Work(_of_phases(conv), a.bytes(0, 1) + prod(conv.y) * a.item(0), f"upsampled {conv}", "fprop")
+
+
+def _upsample_conv2d_dgrad(a: Arguments) -> Work:
+    (n, _, *large), weight = a.dims(0), a.dims(1)
+    conv = _upsampled((n, weight[1], *large), weight)
+    moved_bytes = a.bytes(0, 1) + prod(conv.x) // 4 * a.item(0)
+    return Work(_of_phases(conv), moved_bytes, f"dgrad upsampled {conv}", "dgrad")
+
+
+def _upsample_conv2d_wgrad(a: Arguments) -> Work:
+    (n, k, *large), c = a.dims(0), a.dims(1)[1]
+    conv = _upsampled((n, c, *large), (k, c, 3, 3))
+    moved_bytes = a.bytes(0, 1) + prod(conv.weight) * a.item(0)
+    return Work(_of_phases(conv), moved_bytes, f"wgrad upsampled {conv}", "wgrad")
+
+
+def _upsampled(x: Dims, weight: Dims) -> Conv:
+    return Conv(x, weight, (1,), (1,), (1,))
+
+
+def _of_phases(conv: Conv) -> int:
+    """Each of four phases has 4 taps instead of 9."""
+    return conv.flops * 4 // 9
+
+
 def _conv2d_fp8(a: Arguments) -> Work:
     """Of the inverse scales two are read; the result is bf16."""
     conv = Conv(a.dims(0), a.dims(1), (1,), a.numbers(6), (1,))
@@ -206,6 +235,9 @@ _FORMULAS: dict[str, Formula] = {
     "conv2d_fprop": _conv2d_fprop,
     "conv2d_dgrad": _conv2d_dgrad,
     "conv2d_wgrad": _conv2d_wgrad,
+    "upsample_conv2d": _upsample_conv2d,
+    "upsample_conv2d_dgrad": _upsample_conv2d_dgrad,
+    "upsample_conv2d_wgrad": _upsample_conv2d_wgrad,
     "conv2d_fp8": _conv2d_fp8,
     "conv2d_wgrad_fp8": _conv2d_wgrad_fp8,
     "depthwise_conv2d_act": _conv_act,

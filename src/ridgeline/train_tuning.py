@@ -12,8 +12,12 @@ from torch import Tensor, fx, nn
 from ridgeline import tuned, tuning
 from ridgeline.errors import EnvironmentUnusable
 from ridgeline.step_recipe import DTYPES, StepRecipe
-from ridgeline.train_rewrites import BY_NAME
+from ridgeline.train_rewrites import BY_NAME, fp8_passes, fp8_prices
+from ridgeline.train_rewrites._match import copied
+from ridgeline.train_rewrites.fuse_upsample_conv import upsampled_convolutions_of
 from ridgeline.train_rewrites.use_convolutions import Convolution, convolutions_of
+
+_BY_TABLES = ("fuse_upsample_conv", "use_convolutions")  # rewrites that place what is tuned here
 
 
 def tune_step(
@@ -29,13 +33,18 @@ def tune_step(
 ) -> tuple[tuned.Row, ...]:
     """Time every pass of every distinct convolution of `loss(model, batch)` beside PyTorch's own kernel.
 
-    The loss is computed once, without gradients kept. Choices are those of `tuning.tune_all`. Raises
-    EnvironmentUnusable where the model is on no GPU.
+    With a recipe in FP8, those in FP8 too. The loss is computed once, without gradients kept. Choices are those of
+    `tuning.tune_all`. Raises EnvironmentUnusable where the model is on no GPU.
     """
     device = next(model.parameters()).device
     if device.type != "cuda":
         raise EnvironmentUnusable(f"tune: the model must be on a GPU, got {device}: move it and its batch to cuda")
-    problems = chain.from_iterable(found.problems() for found in convolutions(model, loss, batch, recipe))
+    found = convolutions(model, loss, batch, recipe)
+    problems = chain.from_iterable(conv.problems() for conv in found)
+    if recipe.fp8 != "never":
+        # upsampled ones have no FP8 kernel
+        fp8 = (conv for conv in found if type(conv) is Convolution and fp8_passes.takes(conv))
+        problems = chain(problems, chain.from_iterable(map(fp8_prices.problems, fp8)))
     return tuning.tune_all(problems, width=width, budget_s=budget_s, force=force, progress=progress)
 
 
@@ -46,11 +55,12 @@ def convolutions(
     found: dict[Convolution, None] = {}
 
     def collect(graph_module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
-        rewritten = _copy(graph_module)
+        rewritten = copied(graph_module)
         for name, rewrite in BY_NAME.items():
-            if name in recipe.rewrites and name != "use_convolutions":
+            if name in recipe.rewrites and name not in _BY_TABLES:
                 rewrite.apply(rewritten)
-        found.update(dict.fromkeys(convolutions_of(rewritten)))
+        # what follows an upsampling is tuned both ways
+        found.update(dict.fromkeys((*upsampled_convolutions_of(graph_module), *convolutions_of(rewritten))))
         # what runs is the user's own
         return graph_module.forward
 
@@ -59,9 +69,3 @@ def convolutions(
     with torch.enable_grad(), torch.autocast(device.type, DTYPES[recipe.dtype], enabled=recipe.dtype != "fp32"):
         compiled(model, batch)
     return tuple(found)
-
-
-def _copy(graph_module: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(graph_module.graph, {}))
-    return fx.GraphModule(graph_module, graph)

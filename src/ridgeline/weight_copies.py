@@ -19,14 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
-from ridgeline.train_rewrites import merge_linears, use_convolutions, use_fp8
+from ridgeline.train_rewrites import fuse_upsample_conv, merge_linears, use_convolutions, use_fp8
 from ridgeline.train_rewrites._match import value
 
 # what casts operands under autocast, and which
 _CASTING = {
     F.linear: slice(None),
     merge_linears.linears: slice(None),
-    use_convolutions.convolve: slice(1, 2),  # its bias is added in fp32, as it comes
+    # biases of these are added in fp32, as they come
+    use_convolutions.convolve: slice(1, 2),
+    fuse_upsample_conv.upsample_convolve: slice(1, 2),
     use_fp8.convolve_fp8: slice(1, 2),  # or reads no value of it, but leaves a bf16 gradient
     torch.conv1d: slice(None),
     torch.conv2d: slice(None),

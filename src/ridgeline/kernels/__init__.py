@@ -1,6 +1,6 @@
 """Kernels with their meaning and cost. Tests, benchmarks and `ridgeline sass` follow `ALL`: what a graph may export.
 
-`PASSES` and `FP8` are convolutions of training, for sm_90 alone, and in no exported graph.
+`PASSES`, `UPSAMPLED` and `FP8` are convolutions of training, for sm_90 alone, and in no exported graph.
 """
 
 from ridgeline.errors import UsageError
@@ -20,6 +20,9 @@ from ridgeline.kernels import (
     letterbox_conv_act,
     max_pool_chain,
     upsample_concat_conv_act,
+    upsample_conv2d,
+    upsample_conv2d_dgrad,
+    upsample_conv2d_wgrad,
 )
 from ridgeline.kernels._op import Op as Op
 from ridgeline.kernels._op import Sample as Sample
@@ -38,6 +41,7 @@ ALL = (
 )
 
 PASSES = (conv2d_fprop.OP, conv2d_dgrad.OP, conv2d_wgrad.OP)
+UPSAMPLED = (upsample_conv2d.OP, upsample_conv2d_dgrad.OP, upsample_conv2d_wgrad.OP)
 FP8 = (conv2d_fp8.OP, conv2d_wgrad_fp8.OP)
 
 # the op behind a graph node's target, whether it returns its result or writes it

@@ -1,4 +1,6 @@
-"""The kernel of conv2d_fprop, conv2d_dgrad and conv2d_fp8 for sm_90: one warp copies, four or eight multiply.
+"""The kernel of conv2d_fprop, conv2d_dgrad, conv2d_fp8, and of the same after upsampling, for sm_90.
+
+One warp copies, four or eight multiply.
 
 Written in Gluon, because there wgmma reads both operands from shared memory, as the tensor memory accelerator (TMA)
 left them: boxes of pixels, a filter tap being a shift of the box, elements outside the map being zeros. No thread
@@ -7,6 +9,10 @@ while the present one is stored.
 
 A tensor map of x, y has the axes [N, H, W, C] and of the weight [K, R S, C], C adjacent. With DGRAD "x" is the gradient
 of y: the reduction runs over K, and the taps run backward.
+
+With PHASES = 4 the larger map, y or with DGRAD its gradient, has twice the rows and columns of the other, and the axes
+[N, H, a: 2, W, b and K: 2 K] for the row 2 h + a and the column 2 w + b. Each phase (a, b) has 2 x 2 taps of its own,
+which the weight [K, 16, C] holds one phase after another: see upsample_conv2d.
 """
 
 # In a kernel a constexpr stands for its value, which the type checker cannot know.
@@ -29,16 +35,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 @gluon.jit(do_not_specialize=["x_row", "weight_row"])
 def conv2d_gluon_kernel(
     x_desc, weight_desc, y_desc, inverse_ptr, bias_ptr,  # inverse: of the scales of FP8 operands, by row
-    x_row, weight_row, images, H, W,  # H, W of y
+    x_row, weight_row, images, H, W,  # H, W of y, or of the smaller map
     REDUCED: gl.constexpr, OUT: gl.constexpr,  # channels of x and of y
     R: gl.constexpr, S: gl.constexpr, TOP: gl.constexpr, LEFT: gl.constexpr,  # rows and columns of zeros around x
-    DGRAD: gl.constexpr,
+    DGRAD: gl.constexpr, PHASES: gl.constexpr,
     BOX_N: gl.constexpr, BOX_H: gl.constexpr, BOX_W: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, PIECES: gl.constexpr,  # in which a tile is stored, a power of two
 ):  # fmt: skip
-    a = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BOX_N, BOX_H, BOX_W, BLOCK_K], x_desc.layout)
+    a = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout)  # noqa: RUF005
     b = gl.allocate_shared_memory(weight_desc.dtype, [STAGES] + weight_desc.block_type.shape, weight_desc.layout)  # noqa: RUF005
-    c = gl.allocate_shared_memory(y_desc.dtype, [BOX_N, BOX_H, BOX_W, BLOCK_N // PIECES], y_desc.layout)
+    c = gl.allocate_shared_memory(y_desc.dtype, y_desc.block_type.shape, y_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -47,13 +53,14 @@ def conv2d_gluon_kernel(
     fence_async_shared()
     down = gl.cdiv(H, BOX_H)
     across = gl.cdiv(W, BOX_W)
-    tiles = gl.cdiv(images, BOX_N) * down * across * ((OUT + BLOCK_N - 1) // BLOCK_N)
+    OUT_PHASES: gl.constexpr = 1 if DGRAD else PHASES
+    tiles = gl.cdiv(images, BOX_N) * down * across * OUT_PHASES * ((OUT + BLOCK_N - 1) // BLOCK_N)
     gl.warp_specialize(
         [
-            (_multiply, (y_desc, inverse_ptr, bias_ptr, x_row, weight_row, a, b, c, full, empty, tiles, down, across, REDUCED,
-                         OUT, R * S, DGRAD, BLOCK_N, BLOCK_K, STAGES, PIECES)),
+            (_multiply, (y_desc, inverse_ptr, bias_ptr, x_row, weight_row, a, b, c, full, empty, tiles, down, across,
+                         REDUCED, OUT, R * S, DGRAD, OUT_PHASES, BLOCK_N, BLOCK_K, STAGES, PIECES)),
             (_copy, (x_desc, weight_desc, a, b, full, empty, tiles, down, across, REDUCED, OUT, R, S, TOP, LEFT, DGRAD,
-                     BLOCK_N, BLOCK_K, STAGES)),
+                     PHASES, BLOCK_N, BLOCK_K, STAGES)),
         ],
         [1],
         [24],
@@ -62,39 +69,55 @@ def conv2d_gluon_kernel(
 
 @gluon.jit
 def _place(
-    tile, down, across, OUT: gl.constexpr,
+    tile, down, across, OUT: gl.constexpr, OUT_PHASES: gl.constexpr,
     BOX_N: gl.constexpr, BOX_H: gl.constexpr, BOX_W: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """First image, row, column and channel of a tile; tiles of the same pixels are neighbours, for the L2."""
+    """First image, row and column of a tile, its phase and first channel.
+
+    Tiles of the same pixels are neighbours, for the L2.
+    """
     CHANNEL_TILES: gl.constexpr = (OUT + BLOCK_N - 1) // BLOCK_N
-    box = tile // CHANNEL_TILES
+    box = tile // (CHANNEL_TILES * OUT_PHASES)
     n = box // (down * across) * BOX_N
-    return n, box // across % down * BOX_H, box % across * BOX_W, tile % CHANNEL_TILES * BLOCK_N
+    phase = tile // CHANNEL_TILES % OUT_PHASES
+    first = tile % CHANNEL_TILES * BLOCK_N
+    if OUT_PHASES > 1:
+        # behind the channels of a phase lie those of its neighbour: the last tile computes some of the one before again
+        first = gl.minimum(first, OUT - BLOCK_N)
+    return n, box // across % down * BOX_H, box % across * BOX_W, phase, first
 
 
 @gluon.jit
 def _copy(
     x_desc, weight_desc, a, b, full, empty, tiles, down, across,
     REDUCED: gl.constexpr, OUT: gl.constexpr, R: gl.constexpr, S: gl.constexpr, TOP: gl.constexpr, LEFT: gl.constexpr,
-    DGRAD: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    DGRAD: gl.constexpr, PHASES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    OUT_PHASES: gl.constexpr = 1 if DGRAD else PHASES
     BLOCKS: gl.constexpr = (REDUCED + BLOCK_K - 1) // BLOCK_K
     box: gl.constexpr = x_desc.block_type.shape
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        n, h, w, first = _place(tile, down, across, OUT, box[0], box[1], box[2], BLOCK_N)
+        n, h, w, phase, first = _place(tile, down, across, OUT, OUT_PHASES, box[0], box[1], box[-2], BLOCK_N)
         for tap in range(R * S):
             for block in range(BLOCKS):
                 stage = step % STAGES
                 # passes at once in the first round: the barrier's phase before its first is done by definition
                 mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
                 mbarrier.expect(full.index(stage), x_desc.block_type.nbytes + weight_desc.block_type.nbytes)
-                x_place = [n, h + tap // S - TOP, w + tap % S - LEFT, block * BLOCK_K]
+                if PHASES == 1:
+                    x_place = [n, h + tap // S - TOP, w + tap % S - LEFT, block * BLOCK_K]
+                elif DGRAD:
+                    # the taps of the last phase come first, and backward
+                    row, column = h + tap // 8 + tap // 2 % 2 - 1, w + tap // 4 % 2 + tap % 2 - 1
+                    x_place = [n, row, 1 - tap // 8, column, (1 - tap // 4 % 2) * REDUCED + block * BLOCK_K]
+                else:
+                    x_place = [n, h + phase // 2 + tap // 2 - 1, w + phase % 2 + tap % 2 - 1, block * BLOCK_K]
                 tma.async_copy_global_to_shared(x_desc, x_place, full.index(stage), a.index(stage))
-                if DGRAD:  # noqa: SIM108 - a branch of the compiler's, not of the program's
+                if DGRAD:
                     place = [block * BLOCK_K, R * S - 1 - tap, first]
                 else:
-                    place = [first, tap, block * BLOCK_K]
+                    place = [first, phase * (R * S) + tap, block * BLOCK_K]
                 tma.async_copy_global_to_shared(weight_desc, place, full.index(stage), b.index(stage))
                 step += 1
 
@@ -102,19 +125,19 @@ def _copy(
 @gluon.jit
 def _multiply(
     y_desc, inverse_ptr, bias_ptr, x_row, weight_row, a, b, c, full, empty, tiles, down, across,
-    REDUCED: gl.constexpr, OUT: gl.constexpr, TAPS: gl.constexpr, DGRAD: gl.constexpr,
+    REDUCED: gl.constexpr, OUT: gl.constexpr, TAPS: gl.constexpr, DGRAD: gl.constexpr, OUT_PHASES: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
     STEPS: gl.constexpr = TAPS * ((REDUCED + BLOCK_K - 1) // BLOCK_K)
     box: gl.constexpr = y_desc.block_type.shape
-    BLOCK_M: gl.constexpr = box[0] * box[1] * box[2]
+    BLOCK_M: gl.constexpr = box[0] * box[1] * box[-2]
     # an instruction reduces over 32 bytes
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_N, 256 // a.dtype.primitive_bitwidth]
     )
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        n, h, w, first = _place(tile, down, across, OUT, box[0], box[1], box[2], BLOCK_N)
+        n, h, w, phase, first = _place(tile, down, across, OUT, OUT_PHASES, box[0], box[1], box[-2], BLOCK_N)
         acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
         for k in range(STEPS):
             stage = step % STAGES
@@ -137,13 +160,15 @@ def _multiply(
             channel = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
             bias = gl.load(bias_ptr + channel, mask=channel < OUT, other=0.0).to(gl.float32)
             acc += bias[None, :]
-        _store(y_desc, c, acc.to(c.dtype), n, h, w, first, BLOCK_M, BLOCK_N, PIECES)
+        if OUT_PHASES > 1:
+            first += phase % 2 * OUT
+        _store(y_desc, c, acc.to(c.dtype), n, h, phase // 2, w, first, OUT_PHASES, BLOCK_M, BLOCK_N, PIECES)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _store(
-    y_desc, c, y, n, h, w, first,
+    y_desc, c, y, n, h, half, w, first, OUT_PHASES: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
     """Through shared memory, in pieces of the channels; what lies beyond the map is not stored."""
@@ -154,8 +179,10 @@ def _store(
         c.reshape([BLOCK_M, BLOCK_N]).store(y)
         fence_async_shared()
         gl.thread_barrier()
-        tma.async_copy_shared_to_global(y_desc, [n, h, w, first], c)
+        place = [n, h, w, first] if OUT_PHASES == 1 else [n, h, half, w, first]
+        tma.async_copy_shared_to_global(y_desc, place, c)
     else:
         low, high = gl.split(y.reshape([BLOCK_M, 2, BLOCK_N // 2]).permute((0, 2, 1)))
-        _store(y_desc, c, low, n, h, w, first, BLOCK_M, BLOCK_N // 2, PIECES // 2)
-        _store(y_desc, c, high, n, h, w, first + BLOCK_N // 2, BLOCK_M, BLOCK_N // 2, PIECES // 2)
+        _store(y_desc, c, low, n, h, half, w, first, OUT_PHASES, BLOCK_M, BLOCK_N // 2, PIECES // 2)
+        first += BLOCK_N // 2
+        _store(y_desc, c, high, n, h, half, w, first, OUT_PHASES, BLOCK_M, BLOCK_N // 2, PIECES // 2)

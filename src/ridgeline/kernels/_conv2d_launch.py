@@ -1,13 +1,26 @@
-"""How conv2d_fprop, conv2d_dgrad and conv2d_fp8 launch conv2d_gluon_kernel: only what they read and write differs."""
+"""How the convolutions of training launch the two kernels for wgmma: only what they read and write differs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ridgeline.kernels._conv2d_pass import Config, Pass, box_count, box_of, map_of, step_of, tile_configs, weight_map
+from ridgeline.kernels._conv2d_pass import (
+    WGRAD_PIXELS,
+    Config,
+    Pass,
+    WgradConfig,
+    box_count,
+    box_of,
+    large_map_of,
+    map_of,
+    step_of,
+    tile_configs,
+    weight_map,
+)
 from ridgeline.kernels._nhwc import cdiv
 from ridgeline.kernels._op import Launch, Target
 
@@ -17,6 +30,7 @@ class Product:
     """The tensors of one call, checked: out = conv2d(operand, weight) * inverse[row] * inverse[row of weight] + bias.
 
     With `dgrad` the operand is dy and out is dx: the weight's filters are reduced, and its taps run backward.
+    With `phases` the convolution is of x upsampled, and the weight is that of its phases, see `upsample_conv2d`.
 
     inverse   [tensors]           fp32; None: 1
     bias      [channels of out]   None: none
@@ -30,33 +44,45 @@ class Product:
     rows: tuple[int, int] | tuple[None, None] = (None, None)  # of inverse, for operand and weight
     bias: Tensor | None = None
     dgrad: bool = False
+    phases: bool = False
 
     def is_valid(self, config: Config, target: Target) -> bool:
-        return config.is_valid(self._size, self._step, target)
+        # a tile must not reach beyond the filters of a phase: its neighbour's are stored behind them
+        fits = self.dgrad or not self.phases or config.channels <= self.out.shape[1]
+        return fits and config.is_valid(self._size, self._step, target)
 
     def launch(self, kernel: Any, config: Config | None, target: Target) -> Launch:
         """The launch with a config; None: the likeliest. Raises ValueError for one that is not valid.
 
         `kernel` is conv2d_gluon_kernel, by an import in the op's own file: `source_hash` follows those alone.
         """
-        reduced, (n, channels, h, w) = self.operand.shape[1], self.out.shape
+        reduced, channels = self.operand.shape[1], self.out.shape[1]
+        # the larger map of two is read or written phase by phase, each as large as the smaller
+        n, _, h, w = (self.operand if self.phases and not self.dgrad else self.out).shape
         config = config or next(iter(tile_configs(reduced, channels, self._size, target)), None)
         if config is None or not self.is_valid(config, target):
             self.one.refuse(f"{config} is not valid for {self.one.conv} on {target.arch}")
         box, pieces = box_of(n, h, w, config.pixels), config.pieces(self._size, self._step, target)
         tiles = box_count(n, h, w, box) * cdiv(channels, config.channels)
+        phases = 4 if self.phases else 1
+        tiles *= 1 if self.dgrad else phases
         weight_box = (self._step, 1, config.channels) if self.dgrad else (config.channels, 1, self._step)
         (r, s), (top, left) = self.one.conv.filter, self.one.padding
         if self.dgrad:
             # row h of x meets row h + top - tap of dy, and the last tap comes first
             top, left = r - 1 - top, s - 1 - left
+        read, written = map_of, map_of
+        if self.phases:
+            # of each phase; dgrad sums over all
+            r = s = 4 if self.dgrad else 2
+            read, written = (large_map_of, map_of) if self.dgrad else (map_of, large_map_of)
         return Launch(
             kernel=kernel,
             grid=(min(tiles, target.sm_count),),
             arguments={
-                "x_desc": map_of(self.operand, box, self._step),
+                "x_desc": read(self.operand, box, self._step),
                 "weight_desc": weight_map(self.weight, weight_box),
-                "y_desc": map_of(self.out, box, config.channels // pieces),
+                "y_desc": written(self.out, box, config.channels // pieces),
                 "inverse_ptr": self.inverse,
                 "bias_ptr": self.bias,
                 "x_row": self.rows[0],
@@ -67,8 +93,8 @@ class Product:
             },
             constants={
                 "REDUCED": reduced, "OUT": channels, "R": r, "S": s, "TOP": top, "LEFT": left, "DGRAD": self.dgrad,
-                "BOX_N": box[0], "BOX_H": box[1], "BOX_W": box[2], "BLOCK_N": config.channels, "BLOCK_K": self._step,
-                "STAGES": config.stages, "PIECES": pieces,
+                "PHASES": phases, "BOX_N": box[0], "BOX_H": box[1], "BOX_W": box[2], "BLOCK_N": config.channels,
+                "BLOCK_K": self._step, "STAGES": config.stages, "PIECES": pieces,
             },
             num_warps=config.num_warps,
             num_stages=1,
@@ -82,4 +108,41 @@ class Product:
 
     @property
     def _step(self) -> int:
-        return step_of(self.operand.shape[1], self._size)
+        reduced = self.operand.shape[1]
+        step = step_of(reduced, self._size)
+        # behind the channels of a phase lie those of its neighbour, which must not be reduced with them
+        return min(step, reduced & -reduced) if self.phases and self.dgrad else step
+
+
+def weight_gradient_sums(
+    kernel: Any, one: Pass, maps: tuple[Tensor, Tensor], config: WgradConfig, target: Target, *, phases: bool = False
+) -> Launch:
+    """The launch that leaves the sums of `parts` of the pixels, [parts, dw.numel()] fp32, from (dy, x), checked.
+
+    With `phases` dy has twice the rows and columns of x, and `one` is of the smaller map and 4 taps for each phase.
+    `kernel` is conv2d_wgrad_gluon_kernel, as in `Product.launch`.
+    """
+    conv, (dy, x) = one.conv, maps
+    box = box_of(conv.n, conv.oh, conv.ow, WGRAD_PIXELS)
+    parts, (r, s) = config.parts(conv, target), conv.filter
+    sums = torch.empty((parts, conv.w_numel), dtype=torch.float32, device=x.device)
+    return Launch(
+        kernel=kernel,
+        grid=(min(config.tiles(conv) * parts, target.sm_count),),
+        arguments={
+            "x_desc": map_of(x, box, config.c),
+            "dy_desc": (large_map_of if phases else map_of)(dy, box, config.k),
+            "parts_ptr": sums,
+            "images": conv.n,
+            "H": conv.oh,
+            "W": conv.ow,
+        },
+        constants={
+            "C": conv.c, "K": conv.k, "R": r, "S": s, "TOP": one.padding[0], "LEFT": one.padding[1], "PARTS": parts,
+            "PHASES": 4 if phases else 1, "BOX_N": box[0], "BOX_H": box[1], "BOX_W": box[2], "BLOCK_K": config.k,
+            "BLOCK_C": config.c, "TAPS": config.taps, "STAGES": config.stages,
+        },
+        num_warps=config.num_warps,
+        num_stages=1,
+        output=sums,
+    )  # fmt: skip

@@ -256,6 +256,18 @@ def map_of(tensor: Tensor, box: tuple[int, int, int], channels: int) -> TensorDe
     return _descriptor(tensor, [n, h, w, c], [h * w * pitch, w * pitch, pitch, 1], [*box, channels])
 
 
+def large_map_of(tensor: Tensor, box: tuple[int, int, int], channels: int) -> TensorDescriptor:
+    """The tensor map of a dense map [N, C, 2 H, 2 W] by its phases: [N, H, row: 2, W, column: 2 and C].
+
+    A box of `box` pixels of one phase is of every second row and column.
+    """
+    n, c, rows, columns = tensor.shape
+    h, w = rows // 2, columns // 2
+    n_box, h_box, w_box = box
+    strides = [4 * h * w * c, 4 * w * c, 2 * w * c, 2 * c, 1]
+    return _descriptor(tensor, [n, h, 2, w, 2 * c], strides, [n_box, h_box, 1, w_box, channels])
+
+
 def weight_map(weight: Tensor, block: Sequence[int]) -> TensorDescriptor:
     """The tensor map of a weight [K, C, R, S], with the axes [K, R S, C]."""
     k, c, r, s = weight.shape

@@ -1,8 +1,10 @@
-"""The kernels of conv2d_wgrad for sm_90: products of pixel boxes, whose sums are added in a fixed order.
+"""The kernels of conv2d_wgrad and upsample_conv2d_wgrad for sm_90: products of pixel boxes, added in a fixed order.
 
 As in _conv2d_gluon one warp copies boxes while others multiply. Here the pixels are what is reduced: a program holds
 [K, C] of one tap, or of two taps that share the gradient's boxes, for its part of the pixels. `wgrad_parts_kernel` adds
 the parts, so that the same step gives the same bits.
+
+With PHASES = 4, dy has twice the rows and columns of x, and R S = 16 are 4 taps of each of 4 phases: see _conv2d_gluon.
 """
 
 # In a kernel a constexpr stands for its value, which the type checker cannot know.
@@ -27,13 +29,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 @gluon.jit
 def conv2d_wgrad_gluon_kernel(
     x_desc, dy_desc, parts_ptr,  # parts [PARTS, K, R S, C] fp32
-    images, H, W,  # of dy
+    images, H, W,  # of dy, or of the smaller map
     C: gl.constexpr, K: gl.constexpr, R: gl.constexpr, S: gl.constexpr, TOP: gl.constexpr, LEFT: gl.constexpr,
-    PARTS: gl.constexpr,
+    PARTS: gl.constexpr, PHASES: gl.constexpr,
     BOX_N: gl.constexpr, BOX_H: gl.constexpr, BOX_W: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr,
     TAPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    a = gl.allocate_shared_memory(dy_desc.dtype, [STAGES, BOX_N, BOX_H, BOX_W, BLOCK_K], dy_desc.layout)
+    a = gl.allocate_shared_memory(dy_desc.dtype, [STAGES] + dy_desc.block_type.shape, dy_desc.layout)  # noqa: RUF005
     b = gl.allocate_shared_memory(x_desc.dtype, [STAGES * TAPS, BOX_N, BOX_H, BOX_W, BLOCK_C], x_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -47,8 +49,8 @@ def conv2d_wgrad_gluon_kernel(
     gl.warp_specialize(
         [
             (_multiply, (parts_ptr, a, b, full, empty, boxes, C, K, R * S, PARTS, BLOCK_K, BLOCK_C, TAPS, STAGES)),
-            (_copy, (x_desc, dy_desc, a, b, full, empty, boxes, down, across, C, K, R, S, TOP, LEFT, PARTS, BLOCK_K,
-                     BLOCK_C, TAPS, STAGES)),
+            (_copy, (x_desc, dy_desc, a, b, full, empty, boxes, down, across, C, K, R, S, TOP, LEFT, PARTS, PHASES,
+                     BLOCK_K, BLOCK_C, TAPS, STAGES)),
         ],
         [1],
         [24],
@@ -85,7 +87,8 @@ def _units(
 def _copy(
     x_desc, dy_desc, a, b, full, empty, boxes, down, across,
     C: gl.constexpr, K: gl.constexpr, R: gl.constexpr, S: gl.constexpr, TOP: gl.constexpr, LEFT: gl.constexpr,
-    PARTS: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr, TAPS: gl.constexpr, STAGES: gl.constexpr,
+    PARTS: gl.constexpr, PHASES: gl.constexpr,
+    BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr, TAPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     size: gl.constexpr = x_desc.block_type.shape
     step = 0
@@ -98,10 +101,15 @@ def _copy(
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(full.index(stage), dy_desc.block_type.nbytes + TAPS * x_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(dy_desc, [n, h, w, k], full.index(stage), a.index(stage))
+            # behind the filters of a phase lie those of its neighbour, and what comes of them is not stored
+            dy_place = [n, h, w, k] if PHASES == 1 else [n, h, tap // 8, w, tap // 4 % 2 * K + k]
+            tma.async_copy_global_to_shared(dy_desc, dy_place, full.index(stage), a.index(stage))
             for i in gl.static_range(TAPS):
                 # a tap behind the last is copied like the others, and what comes of it is not stored
-                place = [n, h + (tap + i) // S - TOP, w + (tap + i) % S - LEFT, c]
+                if PHASES == 1:
+                    place = [n, h + (tap + i) // S - TOP, w + (tap + i) % S - LEFT, c]
+                else:
+                    place = [n, h + tap // 8 + (tap + i) // 2 % 2 - 1, w + tap // 4 % 2 + (tap + i) % 2 - 1, c]
                 tma.async_copy_global_to_shared(x_desc, place, full.index(stage), b.index(stage * TAPS + i))
             step += 1
 
@@ -112,7 +120,7 @@ def _multiply(
     C: gl.constexpr, K: gl.constexpr, RS: gl.constexpr, PARTS: gl.constexpr,
     BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr, TAPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    PIXELS: gl.constexpr = a.shape[1] * a.shape[2] * a.shape[3]
+    PIXELS: gl.constexpr = a.shape[1] * a.shape[2] * a.shape[-2]
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_C, 16]
     )

@@ -22,17 +22,8 @@ from torch import Tensor
 
 from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem, conv_weight_grad
-from ridgeline.kernels._conv2d_pass import (
-    DTYPES,
-    WGRAD_PIXELS,
-    Pass,
-    WgradConfig,
-    box_of,
-    map_of,
-    pass_of,
-    torch_gradients,
-    wgrad_configs,
-)
+from ridgeline.kernels._conv2d_launch import weight_gradient_sums
+from ridgeline.kernels._conv2d_pass import DTYPES, Pass, WgradConfig, pass_of, torch_gradients, wgrad_configs
 from ridgeline.kernels._conv2d_wgrad_gluon import conv2d_wgrad_gluon_kernel, wgrad_parts_kernel
 from ridgeline.kernels._nhwc import cdiv, next_power_of_2, random_nhwc
 from ridgeline.kernels._op import LastLaunch, Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
@@ -71,30 +62,10 @@ def plan(
         config = config or next(iter(wgrad_configs(conv, size, target)), None)
     if config is None or not config.is_valid(size, target):
         one.refuse(f"{config} is not valid for {conv} on {target.arch}")
-    box = box_of(conv.n, conv.oh, conv.ow, WGRAD_PIXELS)
-    parts, (r, s) = config.parts(conv, target), conv.filter
+    multiply = weight_gradient_sums(conv2d_wgrad_gluon_kernel, one, (dy, x), config, target)
+    sums, (r, s) = multiply.output, conv.filter
+    parts = len(sums)
     dw = torch.empty((conv.k, conv.c, r, s), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    sums = torch.empty((parts, dw.numel()), dtype=torch.float32, device=x.device)
-    multiply = Launch(
-        kernel=conv2d_wgrad_gluon_kernel,
-        grid=(min(config.tiles(conv) * parts, target.sm_count),),
-        arguments={
-            "x_desc": map_of(x, box, config.c),
-            "dy_desc": map_of(dy, box, config.k),
-            "parts_ptr": sums,
-            "images": conv.n,
-            "H": conv.oh,
-            "W": conv.ow,
-        },
-        constants={
-            "C": conv.c, "K": conv.k, "R": r, "S": s, "TOP": one.padding[0], "LEFT": one.padding[1], "PARTS": parts,
-            "BOX_N": box[0], "BOX_H": box[1], "BOX_W": box[2], "BLOCK_K": config.k, "BLOCK_C": config.c,
-            "TAPS": config.taps, "STAGES": config.stages,
-        },
-        num_warps=config.num_warps,
-        num_stages=1,
-        output=sums,
-    )  # fmt: skip
     at_once = min(16, next_power_of_2(parts))
     block = _SUM_ELEMENTS // at_once
     return LastLaunch(

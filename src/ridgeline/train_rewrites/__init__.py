@@ -16,6 +16,7 @@ from ridgeline.train_rewrites import (
     expand_upsample,
     fuse_attention,
     fuse_group_norm_silu,
+    fuse_upsample_conv,
     keep_channels_last,
     merge_linears,
     use_convolutions,
@@ -31,6 +32,7 @@ class TrainRewrite:
 
 
 PIPELINE = (
+    TrainRewrite("fuse_upsample_conv", fuse_upsample_conv.apply),
     TrainRewrite("expand_upsample", expand_upsample.apply),
     TrainRewrite("fuse_group_norm_silu", fuse_group_norm_silu.apply),
     TrainRewrite("fuse_attention", fuse_attention.apply),

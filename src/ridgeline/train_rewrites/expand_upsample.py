@@ -6,7 +6,7 @@ it fuses with its neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, fx
@@ -20,6 +20,19 @@ def apply(graph_module: fx.GraphModule) -> int:
     Does not fire on: other modes, factors that are not whole or differ, other layouts, maps without two axes.
     """
     sites = 0
+    for node, x, factor in whole_upsamplings(graph_module):
+        with graph_module.graph.inserting_before(node):
+            new = graph_module.graph.call_function(expand_nearest, (x, factor))
+        new.meta["example_value"] = value(node)
+        node.replace_all_uses_with(new)
+        graph_module.graph.erase_node(node)
+        sites += 1
+    finish(graph_module)
+    return sites
+
+
+def whole_upsamplings(graph_module: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node, int]]:
+    """(node, its x, the factor) of every upsampling that `apply` fires on; nodes may be replaced meanwhile."""
     for node in calls(graph_module, F.interpolate):
         given = arguments(node, F.interpolate)
         x, y = value(given["input"]), value(node)
@@ -29,16 +42,8 @@ def apply(graph_module: fx.GraphModule) -> int:
         whole = tuple(y.shape[2:]) == (factor * x.shape[2], factor * x.shape[3])
         # a scale that was rounded reads other pixels than the whole factor does
         exact = given["scale_factor"] is None or _all_equal(given["scale_factor"], factor)
-        if not whole or not exact or factor < 2:
-            continue
-        with graph_module.graph.inserting_before(node):
-            new = graph_module.graph.call_function(expand_nearest, (given["input"], factor))
-        new.meta["example_value"] = y
-        node.replace_all_uses_with(new)
-        graph_module.graph.erase_node(node)
-        sites += 1
-    finish(graph_module)
-    return sites
+        if whole and exact and factor >= 2:
+            yield node, given["input"], factor
 
 
 def expand_nearest(x: Tensor, factor: int) -> Tensor:

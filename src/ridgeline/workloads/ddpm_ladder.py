@@ -58,6 +58,7 @@ class Rung:
 
 _NORMS = ("expand_upsample", "fuse_group_norm_silu")
 _DENSE = ("merge_linears", "add_residual_gradients", "keep_channels_last")
+_OWN = ("fuse_upsample_conv", "fuse_group_norm_silu", "fuse_attention", *_DENSE, "use_convolutions")
 
 RUNGS = (
     Rung(
@@ -128,11 +129,19 @@ RUNGS = (
         weight_copies=True,
     ),
     Rung(
+        "own-upsample",
+        "upsampling and its convolution as four small ones, where tuning found them faster",
+        graph="step",
+        one_pass=True,
+        rewrites=_OWN,
+        weight_copies=True,
+    ),
+    Rung(
         "own-fp8",
         "convolutions in FP8 where it pays, quantised by the norms",
         graph="step",
         one_pass=True,
-        rewrites=(*_NORMS, "fuse_attention", *_DENSE, "use_convolutions"),
+        rewrites=_OWN,
         weight_copies=True,
         fp8=("fprop", "dgrad", "wgrad"),
     ),
