@@ -65,16 +65,17 @@ class Row:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def machine() -> Machine:
-    """Look once, before the first timing. Raises EnvironmentUnusable without a GPU."""
-    if not torch.cuda.is_available():
+def machine(device: str = "cuda") -> Machine:
+    """Look once, before the first timing; a CPU is `gpu="cpu"`. Raises EnvironmentUnusable for a GPU that is not."""
+    on_gpu = torch.device(device).type == "cuda"
+    if on_gpu and not torch.cuda.is_available():
         raise EnvironmentUnusable("this benchmark times GPU kernels and torch sees no CUDA device: run it on one")
-    state = gpu_state()
+    state = gpu_state() if on_gpu else None
     return Machine(
         run=uuid.uuid4().hex[:12],
         commit=_commit(),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        gpu=torch.cuda.get_device_name(),
+        gpu=torch.cuda.get_device_name() if on_gpu else "cpu",
         driver=state.driver if state else "unknown",
         torch=torch.__version__,
         triton=triton.__version__,
@@ -105,7 +106,7 @@ def row(where: Machine, timing: Timing, *, calls: int = 1, **described: Any) -> 
 
 def plain_row(where: Machine, **described: Any) -> Row:
     """A row of something that has no time of its own: a rate, an accuracy; the value is in `extra`."""
-    empty = dict.fromkeys(("median_s", "p90_s", "spread_s", "gpu_busy_s", "l2"))
+    empty = dict.fromkeys(("median_s", "p90_s", "spread_s", "gpu_busy_s", "l2", "clocks_mhz"))
     fields: dict[str, Any] = {"dtype": "", "batch": 0, "gpus": 1, "shape": "", "n": 0, **empty}
     return Row(**{**fields, **asdict(where), **described})
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 DEVICES = ("auto", "cpu", "cuda")
+RECIPES = ("auto", "eager", "graph", "bf16", "fp8", "fp16", "fp32", "writeup-5")  # as in settings, which loads torch
 # argparse puts these beside the settings
 NOT_SETTINGS = frozenset({"verb", "workload", "run", "argv", "out", "resume", "device"})
 
@@ -103,7 +104,7 @@ def _add_choices(p: argparse._ArgumentGroup) -> None:
     p.add_argument("--ema-decay", type=float, help="of the averaged weights (default 0.9999)")
     p.add_argument("--dtype", choices=("fp32", "bf16"), help="bf16 is autocast; default: bf16 on a GPU, fp32 on a CPU")
     p.add_argument(
-        "--recipe", choices=("auto", "eager", "graph"), help="graph: a step is one CUDA graph; default: auto, on a GPU"
+        "--recipe", choices=RECIPES, help="graph: a step is one CUDA graph; bf16 and on: of compile_step (default auto)"
     )
     p.add_argument("--schedule", choices=("linear", "cosine"), help="of the noise (default linear)")
     p.add_argument("--seed", type=int, help="default 0")

@@ -61,7 +61,11 @@ def run(case: Case, rng: random.Random) -> None:
     case.op.launcher.plan(config=case.config, out=out, **arguments).run()
     fp32 = out.dtype == torch.float32
     tf32 = HAS_GPU and fp32 and arguments.get("precision", "ieee") == "tf32"
-    verdict = compare(out, reference64, case.op.reference(**arguments), eps=TF32_EPS if tf32 else None)
+    eps = TF32_EPS if tf32 else None
+    if fp32 and not tf32 and case.op is attention_position.OP:
+        # logits of some tens are rounded before they are exponents; by how much eager's are is chance, and the CPU's
+        eps = 64 * torch.finfo(torch.float32).eps
+    verdict = compare(out, reference64, case.op.reference(**arguments), eps=eps)
     assert verdict.passed, f"{case}: {verdict.reason}"
     assert int((~out._base.isnan()).sum()) == out.numel(), f"{case}: more than the slice was written"
 

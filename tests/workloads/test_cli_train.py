@@ -21,7 +21,7 @@ from ridgeline import cli_train
 from ridgeline.errors import UsageError
 from ridgeline.workloads import training
 from ridgeline.workloads.run_log import Line
-from ridgeline.workloads.settings import DTYPES, PRESETS, Settings
+from ridgeline.workloads.settings import DTYPES, PRESETS, RECIPES, Settings
 
 
 def run(*argv: str) -> int:
@@ -115,6 +115,7 @@ def test_every_setting_has_an_option_and_unset_options_are_not_given():
 
 def test_choices_are_those_of_the_library():
     arguments = ["train", "ddpm", "--out", "run"]
+    assert cli_train.RECIPES == RECIPES
     for option, names in (("--preset", PRESETS), ("--dtype", DTYPES)):
         for name in names:
             parser().parse_args([*arguments, option, name])

@@ -31,6 +31,8 @@ from ridgeline.workloads.settings import FILE, Settings, settings_for, write_set
         ({"schedule": None}, "schedule must be one of linear, cosine, got None"),
         ({"dtype": "fp16"}, "dtype must be one of fp32, bf16, got 'fp16'"),
         ({"dtype": ["bf16"]}, "dtype must be"),
+        ({"recipe": "int4"}, "recipe must be one of auto, eager, graph, bf16, .*got 'int4'"),
+        ({"recipe": "fp8", "dtype": "fp32"}, "recipe 'fp8' computes in bf16, and dtype is 'fp32': leave the dtype out"),
     ],
 )
 def test_wrong_settings_are_refused(wrong, says):
@@ -52,6 +54,12 @@ def test_warmup_is_a_tenth_of_a_short_run():
     assert Settings("x", steps=500_000).warmup_steps == 1000
     assert Settings("x", steps=500_000, warmup=7).warmup_steps == 7
     assert Settings("x", steps=1, warmup=0).lr_factor(0) == 1
+
+
+def test_a_recipe_brings_its_dtype():
+    assert Settings("x", steps=1, recipe="fp16").autocast_dtype == "fp16"
+    assert Settings("x", steps=1, recipe="fp8", dtype="bf16").autocast_dtype == "bf16"
+    assert Settings("x", steps=1, recipe="eager").autocast_dtype is None
 
 
 def test_networks_follow_the_images():

@@ -189,6 +189,53 @@ def test_recipes_are_made_or_refused():
         step_maker("graph", torch.device("cpu"))
 
 
+def test_a_recipe_by_name_learns_what_its_autocast_does(tmp_path, settings, caplog):
+    named = replace(settings, recipe="bf16", val=settings.data, val_every=3)
+    train(named, tmp_path / "named", device="cpu")
+    assert "--recipe bf16: without a GPU steps run eagerly, in bf16" in caplog.text
+    train(replace(named, recipe="eager", dtype="bf16"), tmp_path / "eager", device="cpu")
+    train(replace(named, recipe="fp32"), tmp_path / "exact", device="cpu")
+    for value in ("loss", "val_loss"):
+        rounded, plain, exact = (
+            [line[value] for line in losses(tmp_path / name) if value in line] for name in ("named", "eager", "exact")
+        )
+        assert rounded == pytest.approx(plain, rel=1e-3)  # one moves the weights by the device's rates
+        assert rounded != exact
+
+
+@pytest.mark.parametrize(
+    ("recipe", "change"),
+    [
+        ("fp8", lambda scales: scales["fp8"]["scaling"]["scale"].fill_(3.0)),
+        ("fp16", lambda scales: scales["scaler"].update(scale=512.0)),
+    ],
+)
+def test_scales_go_on_from_a_checkpoint(tmp_path, settings, monkeypatch, recipe, change):
+    monkeypatch.setitem(PRESETS, "tiny", replace(SMALL, channels=(16,)))  # FP8 takes multiples of 16
+    settings = replace(settings, recipe=recipe)
+    train(settings, tmp_path / "run", device="cpu")
+    state = load_checkpoint(tmp_path / "run" / "step-00000006.pt")
+    change(state["scales"])
+    save_checkpoint(tmp_path / "run", 6, state)
+    train(replace(settings, steps=7), tmp_path / "run", resume=True, device="cpu")
+    after = load_checkpoint(tmp_path / "run" / "step-00000007.pt")["scales"]
+    assert differences(after, state["scales"]) in ([], [".scaler._growth_tracker"])  # one good step more
+    state["scales"].pop("fp8")
+    save_checkpoint(tmp_path / "run", 8, state)
+    with pytest.raises(UsageError, match=r"step-00000008\.pt' does not fit this run \('fp8'\)"):
+        train(replace(settings, steps=9), tmp_path / "run", resume=True, device="cpu")
+
+
+def test_a_run_goes_on_under_another_recipe(tmp_path, settings):
+    first = replace(settings, steps=3, recipe="bf16")
+    train(first, tmp_path / "run", device="cpu")
+    for steps, recipe in ((4, "fp8"), (5, "auto"), (6, "bf16")):
+        assert (
+            train(replace(settings, steps=steps, recipe=recipe), tmp_path / "run", resume=True, device="cpu").step
+            == steps
+        )
+
+
 def test_a_step_reads_nothing_on_the_host(tmp_path, settings):
     names: set[str] = set()
 

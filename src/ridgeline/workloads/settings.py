@@ -11,12 +11,13 @@ from pathlib import Path
 from ridgeline.atomic import write_file
 from ridgeline.errors import EnvironmentUnusable, UsageError
 from ridgeline.models.ddpm_unet import CIFAR10, TINY, UNetConfig
+from ridgeline.step_recipe import NAMED
 from ridgeline.workloads.sampling import SCHEDULES
 
 FILE = "settings.json"
 PRESETS = {"cifar10": CIFAR10, "tiny": TINY}
 DTYPES = ("fp32", "bf16")
-RECIPES = ("auto", "eager", "graph")
+RECIPES = ("auto", "eager", "graph", *NAMED)
 DEFAULT_WARMUP_STEPS = 1000  # or a tenth of the run, if that is less
 # what may differ when a run is resumed: where the data lies, how long it goes, how it runs and how often it reports
 CHANGEABLE = frozenset(
@@ -41,7 +42,7 @@ class Settings:
     dtype         "bf16": autocast, weights stay fp32; "fp32"; None: bf16 on a GPU, fp32 on a CPU
     schedule      of the noise: "linear" or "cosine"
     recipe        how a step runs: "graph", all of it as one CUDA graph, or an error; "eager"; "auto": a graph on a GPU,
-                  or eagerly and a warning that says why not
+                  or eagerly and a warning that says why not; or the name of a `StepRecipe`, as one CUDA graph on a GPU
     *_every       steps between log reads, checkpoints, sample grids and validations; 0 for none of the last two
     tensorboard   also write the log for TensorBoard
     """
@@ -75,6 +76,11 @@ class Settings:
         self._one_of("schedule", SCHEDULES)
         self._one_of("dtype", (*DTYPES, None))
         self._one_of("recipe", RECIPES)
+        if self.recipe in NAMED and self.dtype not in (None, self.autocast_dtype):
+            raise UsageError(
+                f"train: recipe {self.recipe!r} computes in {self.autocast_dtype}, and dtype is {self.dtype!r}: leave "
+                "the dtype out"
+            )
         for name, least in (("steps", 1), ("batch", 1), ("seed", 0), ("log_every", 1), ("save_every", 1)):
             self._at_least(name, least)
         for name in ("sample_every", "val_every"):
@@ -87,6 +93,11 @@ class Settings:
         self._number("weight_decay", "a number of at least 0", lambda value: value >= 0)
         for name in ("dropout", "ema_decay"):
             self._number(name, "in [0, 1)", lambda value: 0 <= value < 1)
+
+    @property
+    def autocast_dtype(self) -> str | None:
+        """What the network computes in: the recipe's where it has a name, else `dtype`."""
+        return NAMED[self.recipe].dtype if self.recipe in NAMED else self.dtype
 
     @property
     def warmup_steps(self) -> int:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,8 +22,8 @@ from ridgeline.ema import Ema
 from ridgeline.errors import EnvironmentUnusable, UsageError
 from ridgeline.models.ddpm_unet import UNet
 from ridgeline.step_marks import mark_step
-from ridgeline.step_recipe import StepRecipe
-from ridgeline.train_step import compile_step
+from ridgeline.step_recipe import DTYPES, NAMED, StepRecipe
+from ridgeline.train_step import TrainStep, compile_step
 from ridgeline.workloads.checkpoint import (
     load_latest,
     load_optimizer_,
@@ -35,6 +34,7 @@ from ridgeline.workloads.checkpoint import (
 )
 from ridgeline.workloads.diffusion import Schedule, sample_timesteps, training_loss
 from ridgeline.workloads.image_sets import Images, load_images
+from ridgeline.workloads.interrupts import interruptible
 from ridgeline.workloads.loader import Batches, Position, to_model_range
 from ridgeline.workloads.run_log import Line, RunLog
 from ridgeline.workloads.sampling import SCHEDULES, channels_last, sample, write_grid
@@ -46,6 +46,9 @@ LOG = "log.jsonl"
 GRID_IMAGES = 16
 VALIDATION_BATCH = 128  # its own constant: the noise of an image depends on it, and must not on the training batch
 VALIDATION_SEED = 20_240
+_SCALES = ("fp8", "scaler")  # of a step's state, what no other part of a checkpoint holds
+# what loading raises when a field is absent, of another type or of another size
+_MISFIT = (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError)
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
 
@@ -103,17 +106,25 @@ class EagerStep:
 def captured_step(parts: StepParts) -> Step:
     """The whole step as one CUDA graph (`compile_step`); eagerly, with a warning, where it cannot be captured."""
     # the loss sets its own autocast, so the step must not set another
-    recipe = StepRecipe(dtype="fp32", channels_last=False, require=parts.must_capture)
-    return compile_step(
-        parts.model, parts.loss, parts.optimizer, parts.example_batch, ema=parts.ema, clip=parts.clip, recipe=recipe
-    )
+    return _compiled(StepRecipe(dtype="fp32", channels_last=False, require=parts.must_capture), parts)
 
 
 def step_maker(recipe: str, device: torch.device) -> Callable[[StepParts], Step]:
     """How `Settings.recipe` takes a step on a device. Raises EnvironmentUnusable for a graph without a GPU."""
-    if recipe == "graph" and device.type != "cuda":
+    on_gpu = device.type == "cuda"
+    if recipe == "graph" and not on_gpu:
         raise EnvironmentUnusable("--recipe graph: a CUDA graph needs a GPU; use --recipe eager, or auto")
-    return captured_step if recipe == "graph" or (recipe == "auto" and device.type == "cuda") else EagerStep
+    if recipe in NAMED:
+        if not on_gpu:
+            _log.warning("--recipe %s: without a GPU steps run eagerly, in %s", recipe, NAMED[recipe].dtype)
+        return partial(_compiled, replace(NAMED[recipe], require=on_gpu))
+    return captured_step if recipe == "graph" or (recipe == "auto" and on_gpu) else EagerStep
+
+
+def _compiled(recipe: StepRecipe, parts: StepParts) -> TrainStep:
+    return compile_step(
+        parts.model, parts.loss, parts.optimizer, parts.example_batch, ema=parts.ema, clip=parts.clip, recipe=recipe
+    )
 
 
 def train(
@@ -162,21 +173,30 @@ def choose_device(name: torch.device | str) -> torch.device:
     return torch.device(name)
 
 
-def ddpm_loss(schedule: Schedule, dtype: str | None) -> Loss:
-    """The training loss of a model on clean images, at random time steps and noise; `dtype` as in `Settings`."""
+def noise_loss(schedule: Schedule) -> Loss:
+    """The training loss of a model on clean images, at random time steps and noise, in the autocast around it."""
 
     def loss(model: nn.Module, x0: Tensor) -> Tensor:
-        t = sample_timesteps(x0.shape[0], schedule)
-        eps = torch.randn_like(x0)
+        return training_loss(model, x0, sample_timesteps(x0.shape[0], schedule), torch.randn_like(x0), schedule)
+
+    return loss
+
+
+def ddpm_loss(schedule: Schedule, dtype: str | None) -> Loss:
+    """`noise_loss` in an autocast of its own; `dtype` as in `Settings`."""
+    plain = noise_loss(schedule)
+
+    def loss(model: nn.Module, x0: Tensor) -> Tensor:
         with autocast(x0.device, dtype):
-            return training_loss(model, x0, t, eps, schedule)
+            return plain(model, x0)
 
     return loss
 
 
 def autocast(device: torch.device, dtype: str | None) -> torch.autocast:
-    enabled = dtype == "bf16" or (dtype is None and device.type == "cuda")
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
+    """To the dtype of a name; None: bf16 on a GPU, fp32 on a CPU."""
+    name = dtype or ("bf16" if device.type == "cuda" else "fp32")
+    return torch.autocast(device.type, dtype=DTYPES[name], enabled=name != "fp32")
 
 
 @torch.no_grad()
@@ -220,6 +240,7 @@ class _Run:
         self.done = 0
         self.checkpoint: Path | None = None
         self._random: dict[str, Any] | None = None  # to be put back when nothing but steps draws numbers any more
+        self._scales: dict[str, Any] = {}  # to be put back when there is a step
         self._val_loss: float | None = None
 
     def restore(self) -> None:
@@ -240,19 +261,19 @@ class _Run:
             self.batches.position = Position(*state["position"])
             set_random_state_(state["random"], self.device)
             self._random, self.done, self.checkpoint = state["random"], state["step"], path
-        # what loading raises when a field is absent, of another type or of another size
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise UsageError(f"checkpoint '{path}' does not fit this run ({reason}): use another --out") from error
+            self._scales = dict(state.get("scales") or {})
+        except _MISFIT as error:
+            raise _misfit(path, error) from error
 
     def go(self, make_step: Callable[[StepParts], Step], report: Callable[[Line], None]) -> Result:
         settings = self.settings
         step = make_step(self._parts())
+        self._put_back_scales(step)
         scheduler = self._scheduler()
         log = self._open_log()
         line: Line | None = None
         self.model.train()
-        with contextlib.closing(log), _interruptible() as interrupted:
+        with contextlib.closing(log), interruptible() as interrupted:
             # last of all, because building a step may draw numbers
             if self._random is not None:
                 set_random_state_(self._random, self.device)
@@ -274,7 +295,7 @@ class _Run:
                 stopping = interrupted() and not self._is_last
                 if self._is_due(settings.save_every) or stopping:
                     line = log.flush() or line
-                    self._save(log)
+                    self._save(log, step)
                 if stopping:
                     _log.warning(
                         "interrupted at step %d, saved as '%s': go on with --resume", self.done, self.checkpoint
@@ -289,12 +310,22 @@ class _Run:
     def _is_due(self, every: int) -> bool:
         return every > 0 and (self.done % every == 0 or self._is_last)
 
+    def _put_back_scales(self, step: Step) -> None:
+        if not self._scales or not isinstance(step, TrainStep):
+            return
+        try:
+            step.load_state_dict({**step.state_dict(), **{name: self._scales[name] for name in _SCALES}})
+        except _MISFIT as error:
+            assert self.checkpoint is not None  # scales come from one
+            raise _misfit(self.checkpoint, error) from error
+
     def _parts(self) -> StepParts:
         channels, side = self.network.in_channels, self.network.image_size
         example = torch.zeros(self.settings.batch, channels, side, side, device=self.device)
+        named = self.settings.recipe in NAMED  # a recipe with a name sets the autocast itself
         return StepParts(
             self.model,
-            ddpm_loss(self.schedule, self.settings.dtype),
+            noise_loss(self.schedule) if named else ddpm_loss(self.schedule, self.settings.dtype),
             self.optimizer,
             self.ema,
             self.settings.clip,
@@ -315,7 +346,7 @@ class _Run:
 
     def _validate(self, log: RunLog, images: Images) -> None:
         log.flush()
-        choices = images, self.schedule, self.settings.dtype
+        choices = images, self.schedule, self.settings.autocast_dtype
         self._val_loss = validation_loss(self.ema.module, *choices)
         log.write(self.done, val_loss=self._val_loss, val_loss_without_ema=validation_loss(self.model, *choices))
         log.restart_clock()
@@ -324,12 +355,12 @@ class _Run:
         log.flush()
         generator = torch.Generator(self.device).manual_seed(self.settings.seed)
         side, channels = self.network.image_size, self.network.in_channels
-        with autocast(self.device, self.settings.dtype):
+        with autocast(self.device, self.settings.autocast_dtype):
             images = sample(self.ema.module, self.schedule, (GRID_IMAGES, channels, side, side), generator=generator)
         write_grid(self.folder / "samples" / f"step-{self.done:08d}.png", images.cpu().numpy())
         log.restart_clock()
 
-    def _save(self, log: RunLog) -> None:
+    def _save(self, log: RunLog, step: Step) -> None:
         log.sync()
         position = self.batches.position
         state = {
@@ -342,9 +373,22 @@ class _Run:
             "schedule": self.settings.schedule,
             "settings": asdict(self.settings),
             "images": self.images.shape,
+            "scales": _scales(step),
         }
         self.checkpoint = save_checkpoint(self.folder, self.done, state)
         log.restart_clock()
+
+
+def _scales(step: Step) -> dict[str, Any] | None:
+    if not isinstance(step, TrainStep):
+        return None
+    state = step.state_dict()
+    return {name: state[name] for name in _SCALES}
+
+
+def _misfit(path: Path, error: Exception) -> UsageError:
+    reason = " ".join(str(error).split())[:200]
+    return UsageError(f"checkpoint '{path}' does not fit this run ({reason}): use another --out")
 
 
 def _prepare(folder: Path, resume: bool) -> None:
@@ -354,26 +398,3 @@ def _prepare(folder: Path, resume: bool) -> None:
         raise UsageError(f"folder '{folder}' cannot be made ({error.strerror}): choose another with --out") from error
     if not resume and any((folder / name).exists() for name in (FILE, LOG)):
         raise UsageError(f"folder '{folder}' holds a run already: go on with --resume, or choose another with --out")
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Whether SIGINT has come, so that a step is never cut in two; a second SIGINT interrupts at once.
-
-    Outside the main thread, which alone may handle signals, it never has.
-    """
-    has_come = False
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-
-    def handle(_number: int, _frame: object) -> None:
-        nonlocal has_come
-        has_come = True
-        signal.signal(signal.SIGINT, before)
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield lambda: has_come
-    finally:
-        signal.signal(signal.SIGINT, before)
