@@ -35,11 +35,12 @@ from ridgeline.train_step import TrainStep
 CLASSES = 4
 RECIPE = NAMED["fp8"]
 _ON_CPU = {
+    quantize_fp8.OP: quantize_fp8.on_cpu,
     group_norm_silu_backward.OP: group_norm_silu_backward._on_cpu,
     group_norm_silu_fp8.OP: group_norm_silu_fp8.on_cpu,
     group_norm_silu_backward_fp8.OP: group_norm_silu_backward_fp8.on_cpu,
 }
-_ASKING = (fp8_scaling, quantize_fp8, quantize_weights_fp8, scale_fp8)  # whether the interpreter is on
+_ASKING = (fp8_scaling, quantize_weights_fp8, scale_fp8)  # whether the interpreter is on
 # under the interpreter these have no CPU kernels of their own: they stay off outside `fp8_by_reference`
 _OFF = ExitStack()
 if INTERPRETED:

@@ -1,8 +1,8 @@
 """Scales of FP8 tensors, kept and updated on the device, so that a step in FP8 can be captured.
 
     scaling = DelayedScaling({"conv1.x": "e4m3", "conv1.w": "e4m3", "conv1.dy": "e5m2"}, device="cuda")
-    y, columns = scaling.quantize(x, "conv1.x", columns=True)      by the scale of earlier steps; records what it saw
-    scaling.update_()                                              once a step: all tensors, one launch
+    y, quads = scaling.quantize(x, "conv1.x", quads=True)      by the scale of earlier steps; records what it saw
+    scaling.update_()                                          once a step: all tensors, one launch
 
 A scale follows the largest magnitudes of a window of steps (`kernels.scale_fp8` has the rule), so quantising needs no
 pass of its own over a tensor to look for the largest. A step that outgrows its window saturates; the report counts how
@@ -136,20 +136,13 @@ class DelayedScaling:
         one = slice(index, index + 1)
         return Slot(self.formats[name], state.scale[one], state.inverse[one], state.amax[one], state.counts[one])
 
-    def quantize(self, x: Tensor, name: str, *, columns: bool = False) -> tuple[Tensor, Tensor]:
-        """`x` in FP8, and its transposed copy if `columns`; see `kernels.quantize_fp8`. Records what it saw."""
+    def quantize(self, x: Tensor, name: str, *, quads: bool = False) -> tuple[Tensor, Tensor]:
+        """`x` in FP8, and its quads or an empty tensor; see `kernels.quantize_fp8`. Records what it saw."""
         index, state = self._find(name), self._state
         if self.rule.current:
             self.refresh_(x, name)
-        return quantize_fp8.INTO(
-            state.amax,
-            state.counts,
-            x,
-            state.scale,
-            tensor=index,
-            fp8_format=self.formats[name],
-            columns=columns,
-        )
+        choices = {"row": index, "fp8_format": self.formats[name], "quads": quads}
+        return quantize_fp8.OP(x, state.scale, state.amax, state.counts, **choices)
 
     def refresh_(self, x: Tensor, name: str) -> None:
         """Set the scale of one tensor from `x`: current scaling. Two launches, one read of `x`."""

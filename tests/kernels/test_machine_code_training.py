@@ -13,31 +13,22 @@ import torch
 
 from ridgeline.kernels import attention_packed, attention_packed_backward, quantize_fp8
 from ridgeline.kernels._op import Launch, Op, typical_target
-from ridgeline.kernels._quantize_fp8_call import nothing_seen
 from ridgeline.sass import SassReport, compile_many, inspect
 
 
 @dataclass(frozen=True)
 class Case:
-    """An op's kernel for the sample of real size whose reason contains `why`."""
+    """An op's kernel for the sample of real size whose reason contains `why`, with some arguments changed."""
 
     op: Op
     why: str
     arch: str
     dtype: torch.dtype = torch.bfloat16
-    fp8_format: str | None = None  # another one than the sample's, of the map alone, without columns
-    quads: bool = False  # the kernel that makes them
+    changed: tuple[tuple[str, Any], ...] = ()
 
     def launch(self) -> Launch:
         sample = next(s for s in self.op.samples if s.real_size and self.why in s.why)
-        if self.quads:
-            given = sample.arguments(self.dtype, "meta")
-            seen, target = nothing_seen(given["x"]), typical_target(self.arch)
-            return quantize_fp8.quads_plan(
-                x=given["x"], scale=given["scale"], fp8_format="e4m3", seen=seen, target=target
-            )
-        changed = {} if self.fp8_format is None else {"fp8_format": self.fp8_format, "columns": False}
-        arguments = {**sample.arguments(self.dtype, "meta"), **changed}
+        arguments = {**sample.arguments(self.dtype, "meta"), **dict(self.changed)}
         return self.op.launcher.plan(target=typical_target(self.arch), **arguments)
 
 
@@ -49,10 +40,10 @@ ATTENTION = (
     Case(attention_packed.OP, "256 tokens", "sm_120"),
 )
 QUANTIZE = (
-    Case(quantize_fp8.OP, "32x32 128", "sm_90"),
-    Case(quantize_fp8.OP, "32x32 128", "sm_89"),
-    Case(quantize_fp8.OP, "32x32 128", "sm_120", torch.float32, "e5m2"),
-    Case(quantize_fp8.OP, "32x32 128", "sm_90", quads=True),
+    Case(quantize_fp8.OP, "32x32 128, no quads", "sm_90"),
+    Case(quantize_fp8.OP, "32x32 128, no quads", "sm_120", torch.float32, (("fp8_format", "e5m2"),)),
+    Case(quantize_fp8.OP, "32x32 128, batch 128", "sm_90"),
+    Case(quantize_fp8.OP, "32x32 128, batch 128", "sm_89"),
 )
 
 
@@ -89,15 +80,16 @@ def test_quantize_fp8(reports: dict[Case, SassReport]):
         conversion = f"F2FP.SATFINITE.{constants['FORMAT'].upper()}"
         converted = sum(n for mnemonic, n in report.instructions.items() if mnemonic.startswith(conversion))
         elements = constants["BLOCK_P"] * constants["BLOCK_C"] // (32 * launch.num_warps)
-        orders = 1 if launch.arguments["words_ptr"] is None else 2
+        quads = "words_ptr" in launch.arguments
+        orders = 2 if quads else 1
         assert converted == orders * elements // 2, case
         assert report.instructions["LDG.E.128"] == elements * case.dtype.itemsize // 16, case
         # of quads the rows beside each quarter are stored twice more, masked
-        stores = 4 if case.quads else orders
+        stores = 4 if quads else 1
         assert report.instructions["STG.E.128"] == stores * elements // 16, case
         assert report.permutes <= elements // 2, case
         # an H200 issues some 25 an element while it copies: a third of the time is left for waiting
         assert sum(report.instructions.values()) <= 17 * elements, case
         if case.arch == "sm_90":
             # four programs of as many warps share a multiprocessor, or three
-            assert report.registers <= (168 if case.quads else 128), case
+            assert report.registers <= (168 if quads else 128), case

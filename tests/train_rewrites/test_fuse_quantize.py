@@ -42,7 +42,7 @@ def state() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def quantize(y: Tensor, of: tuple[Tensor, ...], row: int = 0, fp8_format: str = "e4m3", quads: bool = True) -> Any:
-    return quantize_fp8.RECORDED(y, *of, row=row, fp8_format=fp8_format, quads=quads)
+    return quantize_fp8.OP(y, *of, row=row, fp8_format=fp8_format, quads=quads)
 
 
 def norm(x: Tensor, gamma: Tensor, beta: Tensor, *others: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def test_a_norm_that_only_a_quantisation_reads(quads: bool, extra: int):
 
     graph_module = rewritten(forward, image(), *vectors(), others, sites=1)
     assert targets(graph_module)["group_norm_silu_fp8"] == 1
-    assert targets(graph_module)["group_norm_silu"] == targets(graph_module)["quantize_fp8_recorded"] == 0
+    assert targets(graph_module)["group_norm_silu"] == targets(graph_module)["quantize_fp8"] == 0
     assert quantised_by(graph_module) == {"norms": 1}
 
 
@@ -130,7 +130,7 @@ def test_a_norm_stays_that_is(name: str):
 
 def test_a_scale_on_another_device_is_left():
     graph_module = traced(lambda x, gamma, beta, of: quantize(norm(x, gamma, beta), of), image(), *vectors(), state())
-    (quantisation,) = graph_module.graph.find_nodes(op="call_function", target=quantize_fp8.RECORDED)
+    (quantisation,) = graph_module.graph.find_nodes(op="call_function", target=quantize_fp8.OP.overload)
     scale = quantisation.args[1]
     scale.meta["val"] = torch.empty(ROWS, device="meta")
     assert fuse_quantize.apply(graph_module) == 0
@@ -152,7 +152,7 @@ def test_a_gradient_that_a_quantisation_reads(keep: bool, quads: bool):
     graph_module = rewritten(backward, image(seed=3), image(), *vectors(), image(seed=4), sites=1)
     (new,) = graph_module.graph.find_nodes(op="call_function", target=fuse_quantize._NORM_BACKWARD_FP8)
     assert new.kwargs["keep"] == keep and new.kwargs["quads"] == quads
-    assert targets(graph_module)["group_norm_silu_backward"] == targets(graph_module)["quantize_fp8_recorded"] == 0
+    assert targets(graph_module)["group_norm_silu_backward"] == targets(graph_module)["quantize_fp8"] == 0
     assert quantised_by(graph_module) == {"gradients of norms": 1}
     assert new.meta["val"][0].shape == (image().shape if keep else (0,))
 

@@ -1,19 +1,17 @@
-"""FP8 on the device: quantise tiles, write them in both orders, observe what the scale must follow.
+"""FP8 on the device: quantise tiles, pack words of four pixels, observe what the scale must follow.
 
 A producer of fp32 tiles (a norm, an optimizer, the pass below) quantises what it holds before it stores it:
 
     z = x * scale
     codes = to_fp8(z, FORMAT)                      uint8, in the tile's own order: store it as the map is stored
-    words = to_words(z0, z1, z2, z3, FORMAT)       int32, four pixels of a channel each: store `tl.trans(words)`
+    words = to_words(z0, z1, z2, z3, FORMAT)       int32, byte i from tile i of four: `store_quads` stores them
     peak, events = observe(x, z, peak, events, FORMAT)         per element, over as many tiles as there are
     record(amax_ptr, counts_ptr, peak, events, elements)       once a program
 
-For `to_words` the producer takes its tiles so that tile i of four holds the pixels 4 j + i: all that it needs lies in
-one thread then, and what crosses threads on the way to the other order are words of four bytes. Pixels are counted
-through the batch, so the maps must have a multiple of four, and their transposed rows a multiple of 16 bytes. Of quads
-(see _quads) tile i holds pixel j of the i-th quarter of one map; `store_quads` stores their words.
+For quads (see _quads) tile i of four holds pixel j of the i-th quarter of one map: all that a word needs lies in one
+thread then, and what crosses threads on the way to the other order are words of four bytes.
 
-Shape suffixes: _jc [BLOCK_P / 4 pixels of one remainder, BLOCK_C channels].
+Shape suffixes: _jc [BLOCK_P / 4 pixels of one part of four, BLOCK_C channels].
 """
 
 # In a kernel a constexpr stands for its value, which the type checker cannot know.
@@ -63,41 +61,32 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _OVERFLOW = tl.constexpr(1 << 16)  # both counts share a word: a program takes fewer tiles than that
 
 
-@triton.jit(do_not_specialize=["tensor"])
+@triton.jit(do_not_specialize=["row"])
 def quantize_fp8_kernel(
-    x_ptr, scale_ptr, y_ptr, words_ptr, amax_ptr, counts_ptr, tensor, pixels, x_pitch, word_pitch,
+    x_ptr, scale_ptr, y_ptr, amax_ptr, counts_ptr, row, pixels, x_pitch,
     C: tl.constexpr, FORMAT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """One tile, read once: y, with `words_ptr` also the transposed copy, and what was observed, into row `tensor`."""
+    """One tile, read once in four parts: y, and what was observed, into one row of the state."""
     first, c = _tile(C, BLOCK_P, BLOCK_C)
     j = tl.arange(0, BLOCK_P // 4)
-    scale = tl.load(scale_ptr + tensor)
+    scale = tl.load(scale_ptr + row)
     peak_jc = tl.zeros((BLOCK_P // 4, BLOCK_C), tl.float32)
     events_jc = tl.zeros((BLOCK_P // 4, BLOCK_C), tl.int32)
-    scaled = ()
+    x_ptr += first * x_pitch
+    y_ptr += first * C
     for i in tl.static_range(4):
         p = 4 * j + i
-        inside = (p < pixels - first)[:, None] & (c < C)[None, :]
-        x_jc = tl.load(x_ptr + first * x_pitch + p[:, None] * x_pitch + c[None, :], mask=inside, other=0.0)
-        x_jc = x_jc.to(tl.float32)
-        z_jc = x_jc * scale
-        peak_jc, events_jc = observe(x_jc, z_jc, peak_jc, events_jc, FORMAT)
-        codes_jc = to_fp8(z_jc, FORMAT).to(y_ptr.dtype.element_ty, bitcast=True)
-        tl.store(y_ptr + first * C + p[:, None] * C + c[None, :], codes_jc, mask=inside)
-        scaled = scaled + (z_jc,)  # noqa: RUF005 - Triton cannot unpack
-    if words_ptr is not None:
-        words_cj = tl.trans(to_words(scaled[0], scaled[1], scaled[2], scaled[3], FORMAT))
-        at = first // 4 + j
-        # what lies beyond the last pixel was loaded as zero, and fills the row up to its pitch
-        inside = (c < C)[:, None] & (at < word_pitch)[None, :]
-        tl.store(words_ptr + c[:, None].to(tl.int64) * word_pitch + at[None, :], words_cj, mask=inside)
+        inside_jc = (p < pixels - first)[:, None] & (c < C)[None, :]
+        _, peak_jc, events_jc = _quantize(
+            x_ptr, y_ptr, p, c, inside_jc, x_pitch, scale, peak_jc, events_jc, C, FORMAT
+        )  # fmt: skip
     elements = tl.where(tl.program_id(0) == 0, pixels.to(tl.int64) * C, 0)
-    record(amax_ptr + tensor, counts_ptr + tensor * 3, peak_jc, events_jc, elements)
+    record(amax_ptr + row, counts_ptr + row * 3, peak_jc, events_jc, elements)
 
 
-@triton.jit(do_not_specialize=["tensor"])
+@triton.jit(do_not_specialize=["row"])
 def quantize_quads_kernel(
-    x_ptr, scale_ptr, y_ptr, words_ptr, amax_ptr, counts_ptr, tensor, images, x_pitch,
+    x_ptr, scale_ptr, y_ptr, amax_ptr, counts_ptr, row, words_ptr, images, x_pitch,
     C: tl.constexpr, QUARTER: tl.constexpr, W: tl.constexpr, FORMAT: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -109,22 +98,33 @@ def quantize_quads_kernel(
     j = program // tiles_c % tiles_j * (BLOCK_P // 4) + tl.arange(0, BLOCK_P // 4)
     n = (program // (tiles_c * tiles_j)).to(tl.int64)
     inside_jc = (j < QUARTER)[:, None] & (c < C)[None, :]
-    scale = tl.load(scale_ptr + tensor)
+    scale = tl.load(scale_ptr + row)
     peak_jc = tl.zeros((BLOCK_P // 4, BLOCK_C), tl.float32)
     events_jc = tl.zeros((BLOCK_P // 4, BLOCK_C), tl.int32)
     scaled = ()
     for i in tl.static_range(4):
         p = (4 * n + i) * QUARTER + j
-        x_jc = tl.load(x_ptr + p[:, None] * x_pitch + c[None, :], mask=inside_jc, other=0.0).to(tl.float32)
-        z_jc = x_jc * scale
-        peak_jc, events_jc = observe(x_jc, z_jc, peak_jc, events_jc, FORMAT)
-        codes_jc = to_fp8(z_jc, FORMAT).to(y_ptr.dtype.element_ty, bitcast=True)
-        tl.store(y_ptr + p[:, None] * C + c[None, :], codes_jc, mask=inside_jc)
+        z_jc, peak_jc, events_jc = _quantize(
+            x_ptr, y_ptr, p, c, inside_jc, x_pitch, scale, peak_jc, events_jc, C, FORMAT
+        )  # fmt: skip
         scaled = scaled + (z_jc,)  # noqa: RUF005 - Triton cannot unpack
     words_jc = to_words(scaled[0], scaled[1], scaled[2], scaled[3], FORMAT)
     store_quads(words_ptr, words_jc, n, j, c, inside_jc, images, QUARTER, W)
     elements = tl.where(program == 0, 4 * images.to(tl.int64) * QUARTER * C, 0)
-    record(amax_ptr + tensor, counts_ptr + tensor * 3, peak_jc, events_jc, elements)
+    record(amax_ptr + row, counts_ptr + row * 3, peak_jc, events_jc, elements)
+
+
+@triton.jit
+def _quantize(
+    x_ptr, y_ptr, p, c, inside_jc, x_pitch, scale, peak_jc, events_jc, C: tl.constexpr, FORMAT: tl.constexpr
+):  # fmt: skip
+    """(x · scale, peak, events) of the pixels `p`; stores their y."""
+    x_jc = tl.load(x_ptr + p[:, None] * x_pitch + c[None, :], mask=inside_jc, other=0.0).to(tl.float32)
+    z_jc = x_jc * scale
+    peak_jc, events_jc = observe(x_jc, z_jc, peak_jc, events_jc, FORMAT)
+    codes_jc = to_fp8(z_jc, FORMAT).to(y_ptr.dtype.element_ty, bitcast=True)
+    tl.store(y_ptr + p[:, None] * C + c[None, :], codes_jc, mask=inside_jc)
+    return z_jc, peak_jc, events_jc
 
 
 @triton.jit

@@ -15,7 +15,6 @@ from ridgeline.kernels._op import Sample, Target, dtype_name
 from ridgeline.kernels._quads import why_not
 from ridgeline.kernels._quantize_fp8 import FORMATS
 
-COLUMN_ALIGNMENT = 16  # of the pitch of a transposed copy, in elements of a byte
 _OLDEST = 89  # architecture with conversions to FP8
 
 
@@ -42,6 +41,11 @@ class Config:
         pixels, c = size(x)
         return cdiv(pixels, self.pixels) * cdiv(c, self.width(x))
 
+    def quads_programs(self, x: Tensor) -> int:
+        """Likewise where a tile holds the same pixels of each quarter of one map."""
+        n, c, h, w = x.shape
+        return n * cdiv(h * w // 4, self.pixels // 4) * cdiv(c, self.width(x))
+
 
 CONFIGS = (
     Config(), Config(64, 64, 4), Config(32, 64, 2), Config(64, 128, 4), Config(128, 64, 8), Config(128, 128, 8),
@@ -61,10 +65,6 @@ def size(x: Tensor) -> tuple[int, int]:
     return (x.numel() // c if c else 0), c
 
 
-def pitch(pixels: int) -> int:
-    return COLUMN_ALIGNMENT * cdiv(pixels, COLUMN_ALIGNMENT)
-
-
 def x_pitch(x: Tensor) -> int:
     found = pixel_pitch(x if x.dim() == 4 else x[:, :, None, None])
     assert found is not None
@@ -78,12 +78,6 @@ def nothing_seen(x: Tensor) -> tuple[Tensor, Tensor]:
 def empty_y(x: Tensor, fp8_format: str) -> Tensor:
     layout = torch.channels_last if x.dim() == 4 else torch.contiguous_format
     return torch.empty(x.shape, dtype=FORMATS[fp8_format].dtype, device=x.device, memory_format=layout)
-
-
-def empty_words(x: Tensor) -> Tensor:
-    """Where columns go, as the words of four pixels that cross threads."""
-    pixels, c = size(x)
-    return x.new_empty((c, pitch(pixels) // 4), dtype=torch.int32)
 
 
 def check(x: Tensor, fp8_format: str, target: Target | None) -> None:
@@ -110,7 +104,7 @@ def check_quads(x: Tensor) -> None:
         refuse(reason)
 
 
-def check_rows(x: Tensor, amax: Tensor, counts: Tensor, scale: Tensor, tensor: int) -> None:
+def check_rows(x: Tensor, amax: Tensor, counts: Tensor, scale: Tensor, row: int) -> None:
     """Refuse a state whose row the kernel would not find where it looks."""
     rows = (amax.numel(),)
     for name, value, dtype, shape in (
@@ -124,21 +118,23 @@ def check_rows(x: Tensor, amax: Tensor, counts: Tensor, scale: Tensor, tensor: i
             refuse(f"{name} must be dense of shape {tuple(shape)}, got {tuple(value.shape)}, strides {value.stride()}")
         if value.device != x.device:
             refuse(f"{name} must be on {x.device}, where x is, got {value.device}")
-    if not 0 <= tensor < rows[0]:
-        refuse(f"tensor must be one of the {rows[0]} rows of scale, got {tensor}")
+    if not 0 <= row < rows[0]:
+        refuse(f"row must be one of the {rows[0]} rows of scale, got {row}")
 
 
 def refuse(text: str, kind: type[Exception] = ValueError) -> NoReturn:
     raise kind(f"quantize_fp8: {text}")
 
 
-def sample(why: str, shape: Sequence[int], *, real_size: bool = False, **choices: Any) -> Sample:
+def sample(why: str, shape: Sequence[int], *, quads: bool = False, real_size: bool = False, **choices: Any) -> Sample:
     """Normal data whose largest tenth of a percent saturates in e4m3, of a map or, with two sizes, of a matrix."""
 
     def arguments(dtype: torch.dtype, device: str) -> dict[str, Any]:
         whole = (*shape, 1, 1)[:4]
         x = random_nhwc(whole, dtype, device, seed=0)  # pyright: ignore[reportArgumentType]
-        scale = torch.full((1,), 136.0, device=device)
-        return {"x": x if len(shape) == 4 else x[:, :, 0, 0], "scale": scale, "fp8_format": "e4m3", **choices}
+        amax, counts = nothing_seen(x)
+        state = {"scale": torch.full((1,), 136.0, device=device), "amax": amax, "counts": counts}
+        given = {"x": x if len(shape) == 4 else x[:, :, 0, 0], **state}
+        return {**given, "row": 0, "fp8_format": "e4m3", "quads": quads, **choices}
 
     return Sample(why, arguments, real_size)

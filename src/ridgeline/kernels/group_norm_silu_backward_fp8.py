@@ -10,9 +10,9 @@ returns   dx     [N, C, H, W]  channels_last, dtype of x, with `keep`; else empt
           quads  [C, N, H / 4 + 2, W, 4]  the same values for the weight gradient, see _quads, with `quads`; else empty
           dgamma, dbeta, dscale, dshift   the bits that group_norm_silu_backward gives with the same tiles
 
-amax and counts are changed in place, but the operator is registered as one that changes nothing, as
-quantize_fp8_recorded is: nothing in a graph may read them. Equal calls give equal bits. Raises ValueError or TypeError
-as group_norm_silu_backward and quantize_fp8 do, and where a program's registers do not hold a slab of x and one of dy:
+amax and counts are changed in place, but the operator is registered as one that changes nothing, as quantize_fp8 is:
+nothing in a graph may read them. Equal calls give equal bits. Raises ValueError or TypeError as
+group_norm_silu_backward and quantize_fp8 do, and where a program's registers do not hold a slab of x and one of dy:
 there is no second pass. `fits` says so beforehand.
 
 Predicted for 128 channels at 32x32, batch 128, bf16: 67 MB are read and 37.7 written, of which 21 quads, where the
@@ -128,7 +128,7 @@ def gradients(
         dy.to(wide), x.to(wide), gamma, beta, scale, shift, seed, offset, extra, **choices
     )
     dx = dx.contiguous(memory_format=torch.channels_last)
-    dx8, _, *seen = quantized(dx, fp8_scale[row], fp8_format=FORMAT)
+    dx8, *seen = quantized(dx, fp8_scale[row], fp8_format=FORMAT)
     # empty ones in the dtype of x, each a tensor of its own: an operator's results must not share memory
     given = (gamma, beta, scale, shift)
     found = (x.new_empty(0) if t is None else gradient for t, gradient in zip(given, others, strict=True))

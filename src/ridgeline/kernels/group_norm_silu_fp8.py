@@ -33,7 +33,6 @@ Not in `kernels.ALL`, whose ops return one tensor; `tuning.tune` takes it nevert
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any, ClassVar
 
 import torch
@@ -190,15 +189,15 @@ def cost(
     gamma: Tensor,
     beta: Tensor,
     fp8_scale: Tensor,
-    amax: Tensor,  # noqa: ARG001
-    counts: Tensor,  # noqa: ARG001
+    amax: Tensor,
+    counts: Tensor,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     seed: Tensor | None = None,
     offset: Tensor | None = None,
     *,
     groups: int,
-    row: int,  # noqa: ARG001
+    row: int,
     quads: bool = False,
     eps: float = 1e-5,
     act: str = "silu",
@@ -206,9 +205,8 @@ def cost(
 ) -> Cost:
     """The norm's reads and FLOPs, then what quantising adds to them and writes."""
     norm = group_norm_silu.cost(x, gamma, beta, scale, shift, seed, offset, groups=groups, eps=eps, act=act, p=p)
-    one = quantize_cost(x, fp8_scale[:1], fp8_format=_FORMAT)
-    copies = prod(quads_shape(*x.shape)) if quads else 0
-    return Cost(norm.flops + one.flops, norm.read_bytes + one.read_bytes - x.nbytes, one.write_bytes + copies)
+    one = quantize_cost(x, fp8_scale, amax, counts, row=row, fp8_format=_FORMAT, quads=quads)
+    return Cost(norm.flops + one.flops, norm.read_bytes + one.read_bytes - x.nbytes, one.write_bytes)
 
 
 def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
@@ -310,7 +308,7 @@ def on_cpu(
     given: dict[str, Any] = {**dict(zip(names, others, strict=False)), **kwargs}
     call = Fp8Call(x=x, gamma=gamma, beta=beta, fp8_scale=fp8_scale, amax=amax, counts=counts, **given)
     _default(call, target_of(x))
-    y8, _, peak, seen = quantized(_wide(**call.norm), fp8_scale[call.row], fp8_format=_FORMAT)
+    y8, peak, seen = quantized(_wide(**call.norm), fp8_scale[call.row], fp8_format=_FORMAT)
     # maximum keeps NaN, as the order of bits does
     amax.data[call.row] = torch.maximum(amax[call.row], peak[0])
     counts.data[call.row] += seen[0]

@@ -138,7 +138,7 @@ def cost(plan: Plan) -> Cost:
 def _quantize_on_cpu_(plan: Plan, scale: Tensor, amax: Tensor, counts: Tensor) -> None:
     """`quantize_` in plain PyTorch."""
     for weight, row, copy, turned in zip(plan.weights, plan.rows, plan.copies, plan.turned, strict=True):
-        y, _, found_amax, found_counts = quantized(weight, scale[row], fp8_format=FORMAT)
+        y, found_amax, found_counts = quantized(weight, scale[row], fp8_format=FORMAT)
         copy.copy_(y)
         turned.copy_(for_dgrad(y))
         # `data` has a version of its own; maximum keeps NaN, as the order of bits does

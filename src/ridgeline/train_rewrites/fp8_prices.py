@@ -118,7 +118,7 @@ def quantised(*given: tuple[Tensor, str], quads: bool) -> tuple[Any, ...]:
     scale = torch.stack([FORMATS[name].largest / one for one, (_, name) in zip(largest, given, strict=True)])
     seen = torch.zeros_like(scale), scale.new_zeros((len(given), 3), dtype=torch.int64)
     made = (
-        quantize_fp8.RECORDED(tensor, scale, *seen, row=row, fp8_format=name, quads=quads)
+        quantize_fp8.OP(tensor, scale, *seen, row=row, fp8_format=name, quads=quads)
         for row, (tensor, name) in enumerate(given)
     )
     return *made, 1 / scale

@@ -22,6 +22,7 @@ from ridgeline.kernels import (
     quantize_fp8,
 )
 
+_QUANTIZE = quantize_fp8.OP.overload
 _NORM = group_norm_silu.OP.overload
 _NORM_BACKWARD = group_norm_silu_backward.OP.overload
 _OWN = "passes of their own"
@@ -30,14 +31,14 @@ _NORM_BACKWARD_FP8 = group_norm_silu_backward_fp8.OP.overload
 
 
 def apply(graph_module: fx.GraphModule) -> int:
-    """Fuse every quantize_fp8_recorded with the norm, forward or backward, whose map it reads; returns how many.
+    """Fuse every quantize_fp8 with the norm, forward or backward, whose map it reads; returns how many.
 
     A norm forward must have no other reader, one backward keeps its bf16 map for others. Does not fire on: maps that
     the fused kernels do not fit, scales on another device, formats that they do not store.
     """
     graph = graph_module.graph
     fused = 0
-    for node in graph.find_nodes(op="call_function", target=quantize_fp8.RECORDED):
+    for node in graph.find_nodes(op="call_function", target=_QUANTIZE):
         fused += _with_norm(graph, node) or _with_norm_backward(graph, node)
     if fused:
         graph.eliminate_dead_code()
@@ -48,7 +49,7 @@ def apply(graph_module: fx.GraphModule) -> int:
 
 def quantised_by(graph_module: fx.GraphModule) -> Counter[str]:
     """How many maps of a graph are quantised by passes of their own, and by norms."""
-    names = {quantize_fp8.RECORDED: _OWN, _NORM_FP8: "norms", _NORM_BACKWARD_FP8: "gradients of norms"}
+    names = {_QUANTIZE: _OWN, _NORM_FP8: "norms", _NORM_BACKWARD_FP8: "gradients of norms"}
     calls = (node.target for node in graph_module.graph.nodes if node.op == "call_function")
     return Counter(names[target] for target in calls if target in names)
 
@@ -96,7 +97,7 @@ def _with_norm_backward(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _recording(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of quantize_fp8_recorded as the fused operators name them."""
+    """The arguments of quantize_fp8 as the fused operators name them."""
     names = {"scale": "fp8_scale", "amax": "amax", "counts": "counts", "row": "row", "quads": "quads"}
     return {new: given[old] for old, new in names.items()}
 

@@ -206,7 +206,7 @@ class _Convolution(torch.autograd.Function):
 
 def _quantize(x: Tensor, state: Fp8State, row: int, fp8_format: str, *, quads: bool) -> tuple[Tensor, Tensor | None]:
     choices = {"row": row, "fp8_format": fp8_format, "quads": quads}
-    y, transposed = quantize_fp8.RECORDED(x, state.scale, state.amax, state.counts, **choices)
+    y, transposed = quantize_fp8.OP(x, state.scale, state.amax, state.counts, **choices)
     return y, transposed if quads else None
 
 
