@@ -19,6 +19,7 @@ from ridgeline.kernels import (
     group_norm_silu_backward,
     group_norm_silu_backward_fp8,
     group_norm_silu_fp8,
+    quantize_fp8,
 )
 from ridgeline.profile_costs import works_of
 from ridgeline.trace import Call
@@ -214,6 +215,7 @@ OPERATORS = (
     group_norm_silu_backward.OP,
     group_norm_silu_fp8.OP,
     group_norm_silu_backward_fp8.OP,
+    quantize_fp8.OP,
     attention_packed.OP,
     attention_packed_backward.OP,
 )

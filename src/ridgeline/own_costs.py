@@ -205,13 +205,13 @@ def _group_norm_silu_backward_fp8(a: Arguments) -> Work:
     return Work(total, read + written + _in_fp8(a, 1, 14), shapes_of(a.call))
 
 
-def _quantize_fp8_recorded(a: Arguments) -> Work:
+def _quantize_fp8(a: Arguments) -> Work:
     return Work(_QUANTISING_FLOPS * prod(a.dims(0)), a.bytes(0) + _in_fp8(a, 0, 6), by(a.dims(0)))
 
 
 def _in_fp8(a: Arguments, map_: int, quads: int) -> int:
     """Bytes of a map in FP8, of its quads where that flag is set, and of one row of the state."""
-    n, c, h, w = a.dims(map_)
+    n, c, h, w = (*a.dims(map_), 1, 1)[:4]  # of a matrix too
     copy = n * c * (h // 4 + 2) * w * 4 if a.flag(quads) else 0
     return n * c * h * w + copy + _FP8_ROW_BYTES
 
@@ -255,6 +255,6 @@ _FORMULAS: dict[str, Formula] = {
     "group_norm_silu_backward_summed": _group_norm_silu_backward,
     "group_norm_silu_fp8": _group_norm_silu_fp8,
     "group_norm_silu_backward_fp8": _group_norm_silu_backward_fp8,
-    "quantize_fp8_recorded": _quantize_fp8_recorded,
+    "quantize_fp8": _quantize_fp8,
 }
 OWN = _FORMULAS | {f"{name}_into": _into(formula) for name, formula in _FORMULAS.items()}

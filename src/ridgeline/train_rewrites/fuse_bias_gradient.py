@@ -68,12 +68,19 @@ def _sums(norm: fx.Node) -> Iterator[fx.Node]:
             for user in node.users:
                 if user.target is _SUM and _over_pixels(user):
                     yield user
-                elif user.target is _CONVOLUTION and user.args[0] is node and user.args[_MASK][_BIAS]:
+                elif user.target is _CONVOLUTION and user.args[0] is node and _mask(user)[_BIAS]:
                     yield from (item for item in user.users if item.args[1] == _BIAS)
 
 
+def _mask(convolution: fx.Node) -> list[bool]:
+    """Which gradients one of PyTorch's convolutions computes: of its input, its weight, its bias."""
+    mask: Any = convolution.args[_MASK]
+    return list(mask)
+
+
 def _over_pixels(node: fx.Node) -> bool:
-    _, axes, *keep = node.args
+    axes: Any = node.args[1]
+    keep = node.args[2:]
     return tuple(axes) == _ALL_BUT_CHANNELS and not (keep and keep[0]) and not node.kwargs.get("keepdim")
 
 
@@ -81,7 +88,7 @@ def _replace(graph: fx.Graph, node: fx.Node, total: fx.Node) -> None:
     """Give the readers of `node` the sum in its place, and in its dtype where they do not widen it."""
     if node.target is operator.getitem:
         convolution: Any = node.args[0]
-        mask = list(convolution.args[_MASK])
+        mask = _mask(convolution)
         mask[_BIAS] = False
         convolution.update_arg(_MASK, mask)
     wide = total.meta["val"].dtype
