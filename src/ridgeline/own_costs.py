@@ -31,20 +31,21 @@ def _conv_act(a: Arguments) -> Work:
 
 
 def _conv2d_fprop(a: Arguments) -> Work:
-    return forward(a, Conv(a.dims(0), a.dims(1), (1,), a.numbers(3), (1,)), 0, 1)
+    return forward(a, Conv(a.dims(0), a.dims(1), a.numbers(4), a.numbers(3), (1,)), 0, 1)
 
 
 def _conv2d_dgrad(a: Arguments) -> Work:
-    """The map whose gradient this is has as many pixels as a filter adds and padding takes away."""
-    (n, _, *out), weight, padding = a.dims(0), a.dims(1), spread(a.numbers(2), 2)
-    image = [size + taps - 1 - 2 * p for size, taps, p in zip(out, weight[2:], padding, strict=True)]
-    conv = Conv((n, weight[1], *image), weight, (1,), padding, (1,))
+    """What a filter adds to the rows of y and padding takes away, or with stride 2 twice the rows, is what dx has."""
+    (n, _, *out), weight, padding, (stride,) = a.dims(0), a.dims(1), spread(a.numbers(2), 2), a.numbers(3)
+    added = [taps - 1 - 2 * p if stride == 1 else 0 for taps, p in zip(weight[2:], padding, strict=True)]
+    image = [stride * size + more for size, more in zip(out, added, strict=True)]
+    conv = Conv((n, weight[1], *image), weight, (stride,), padding, (1,))
     return Work(conv.flops, a.bytes(0, 1) + prod(conv.x) * a.item(0), f"dgrad {conv}", "dgrad")
 
 
 def _conv2d_wgrad(a: Arguments) -> Work:
     dy, x, filter_size = a.dims(0), a.dims(1), spread(a.numbers(2), 2)
-    conv = Conv(x, (dy[1], x[1], *filter_size), (1,), a.numbers(3), (1,))
+    conv = Conv(x, (dy[1], x[1], *filter_size), a.numbers(4), a.numbers(3), (1,))
     return Work(conv.flops, a.bytes(0, 1) + prod(conv.weight) * a.item(0), f"wgrad {conv}", "wgrad")
 
 

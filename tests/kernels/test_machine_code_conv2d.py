@@ -39,6 +39,15 @@ WGRAD = (
     Case(conv2d_wgrad.OP, WgradConfig(64, 32, 1, 8, 4, 1)),
     Case(conv2d_wgrad.OP, WgradConfig(128, 128, 2, 4, 8, 1)),
 )
+# a filter of one tap and one of nine
+BY_2 = (
+    Case(conv2d_fprop.OP, Config(128, 128, 4, 4), sample=4),
+    Case(conv2d_fprop.OP, Config(256, 128, 4, 8), sample=5),
+    Case(conv2d_dgrad.OP, Config(128, 256, 4, 8), sample=4),
+    Case(conv2d_dgrad.OP, Config(128, 128, 4, 4), sample=5),
+    Case(conv2d_wgrad.OP, WgradConfig(256, 128, 1, 4, 8, 1), sample=4),
+    Case(conv2d_wgrad.OP, WgradConfig(128, 128, 2, 4, 8, 1), sample=5),
+)
 FP8 = (
     Case(conv2d_fp8.OP, Config(128, 128, 4, 4), torch.float8_e4m3fn),
     Case(conv2d_fp8.OP, Config(256, 64, 4, 8), torch.float8_e5m2),
@@ -54,7 +63,7 @@ INSTRUCTIONS[torch.float8_e5m2] = ("QGMMA", "F32.E5M2.E4M3")
 
 @pytest.fixture(scope="module")
 def reports() -> dict[Case, SassReport]:
-    cases = (*FPROP, *DGRAD, *WGRAD, *FP8, *WGRAD_FP8)
+    cases = (*FPROP, *DGRAD, *WGRAD, *BY_2, *FP8, *WGRAD_FP8)
     binaries = compile_many([case.launch().source("sm_90") for case in cases])
     return dict(zip(cases, map(inspect, binaries), strict=True))
 
@@ -63,6 +72,8 @@ def test_tiles_are_of_every_kind():
     tiles = {(case.launch().constants["DGRAD"], case.launch().constants["PIECES"]) for case in (*FPROP, *DGRAD)}
     assert tiles == set(itertools.product((False, True), (1, 2)))
     assert [case.launch().constants["TAPS"] for case in WGRAD] == [1, 2]
+    assert [case.launch().constants["STRIDE"] for case in BY_2] == [2] * 6
+    assert [case.launch().constants["R"] for case in BY_2] == [1, 3] * 3
     assert [case.launch().constants["BOX_W"] for case in WGRAD_FP8] == [32, 16, 8, 4, 32]
 
 

@@ -13,11 +13,14 @@ of y: the reduction runs over K, and the taps run backward.
 With PHASES = 4 the larger map, y or with DGRAD its gradient, has twice the rows and columns of the other, and the axes
 [N, H, a: 2, W, b and K: 2 K] for the row 2 h + a and the column 2 w + b. Each phase (a, b) has 2 x 2 taps of its own,
 which the weight [K, 16, C] holds one phase after another: see upsample_conv2d.
+
+With STRIDE = 2 the larger map, of the same axes, is x or with DGRAD its gradient, and the weight is as it comes: tap r
+of a pixel h of y is row 2 h + r - TOP of x, which lies in the phase that r - TOP is even or odd for.
 """
 
 # In a kernel a constexpr stands for its value, which the type checker cannot know.
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
-# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def conv2d_gluon_kernel(
     x_row, weight_row, images, H, W,  # H, W of y, or of the smaller map
     REDUCED: gl.constexpr, OUT: gl.constexpr,  # channels of x and of y
     R: gl.constexpr, S: gl.constexpr, TOP: gl.constexpr, LEFT: gl.constexpr,  # rows and columns of zeros around x
-    DGRAD: gl.constexpr, PHASES: gl.constexpr,
+    DGRAD: gl.constexpr, PHASES: gl.constexpr, STRIDE: gl.constexpr,
     BOX_N: gl.constexpr, BOX_H: gl.constexpr, BOX_W: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, PIECES: gl.constexpr,  # in which a tile is stored, a power of two
 ):  # fmt: skip
@@ -53,14 +56,14 @@ def conv2d_gluon_kernel(
     fence_async_shared()
     down = gl.cdiv(H, BOX_H)
     across = gl.cdiv(W, BOX_W)
-    OUT_PHASES: gl.constexpr = 1 if DGRAD else PHASES
+    OUT_PHASES: gl.constexpr = PHASES if (STRIDE == 2) == DGRAD else 1
     tiles = gl.cdiv(images, BOX_N) * down * across * OUT_PHASES * ((OUT + BLOCK_N - 1) // BLOCK_N)
     gl.warp_specialize(
         [
             (_multiply, (y_desc, inverse_ptr, bias_ptr, x_row, weight_row, a, b, c, full, empty, tiles, down, across,
-                         REDUCED, OUT, R * S, DGRAD, OUT_PHASES, BLOCK_N, BLOCK_K, STAGES, PIECES)),
+                         REDUCED, OUT, R, S, TOP, LEFT, DGRAD, STRIDE, OUT_PHASES, BLOCK_N, BLOCK_K, STAGES, PIECES)),
             (_copy, (x_desc, weight_desc, a, b, full, empty, tiles, down, across, REDUCED, OUT, R, S, TOP, LEFT, DGRAD,
-                     PHASES, BLOCK_N, BLOCK_K, STAGES)),
+                     PHASES, STRIDE, OUT_PHASES, BLOCK_N, BLOCK_K, STAGES)),
         ],
         [1],
         [24],
@@ -69,7 +72,7 @@ def conv2d_gluon_kernel(
 
 @gluon.jit
 def _place(
-    tile, down, across, OUT: gl.constexpr, OUT_PHASES: gl.constexpr,
+    tile, down, across, OUT: gl.constexpr, STRIDE: gl.constexpr, OUT_PHASES: gl.constexpr,
     BOX_N: gl.constexpr, BOX_H: gl.constexpr, BOX_W: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """First image, row and column of a tile, its phase and first channel.
@@ -84,28 +87,53 @@ def _place(
     if OUT_PHASES > 1:
         # behind the channels of a phase lie those of its neighbour: the last tile computes some of the one before again
         first = gl.minimum(first, OUT - BLOCK_N)
+        if STRIDE == 2:
+            # phases have unequal numbers of taps: a program, whose tiles lie equally far apart, gets some of each
+            phase = (phase + box) & (OUT_PHASES - 1)
     return n, box // across % down * BOX_H, box % across * BOX_W, phase, first
+
+
+@gluon.jit
+def _phase_taps(odd, SIZE: gl.constexpr, ZEROS: gl.constexpr):
+    """With stride 2, how many rows (columns) of a filter meet an even or an odd one of x: every second."""
+    return (SIZE + 1 - ((odd + ZEROS) & 1)) >> 1
 
 
 @gluon.jit
 def _copy(
     x_desc, weight_desc, a, b, full, empty, tiles, down, across,
     REDUCED: gl.constexpr, OUT: gl.constexpr, R: gl.constexpr, S: gl.constexpr, TOP: gl.constexpr, LEFT: gl.constexpr,
-    DGRAD: gl.constexpr, PHASES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    DGRAD: gl.constexpr, PHASES: gl.constexpr, STRIDE: gl.constexpr, OUT_PHASES: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    OUT_PHASES: gl.constexpr = 1 if DGRAD else PHASES
     BLOCKS: gl.constexpr = (REDUCED + BLOCK_K - 1) // BLOCK_K
     box: gl.constexpr = x_desc.block_type.shape
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        n, h, w, phase, first = _place(tile, down, across, OUT, OUT_PHASES, box[0], box[1], box[-2], BLOCK_N)
-        for tap in range(R * S):
+        n, h, w, phase, first = _place(tile, down, across, OUT, STRIDE, OUT_PHASES, box[0], box[1], box[-2], BLOCK_N)
+        taps = R * S
+        if STRIDE == 2 and DGRAD:
+            odd_row, odd_column = phase >> 1, phase & 1
+            taps_across = _phase_taps(odd_column, S, LEFT)
+            taps = _phase_taps(odd_row, R, TOP) * taps_across
+        for tap in range(taps):
             for block in range(BLOCKS):
                 stage = step % STAGES
                 # passes at once in the first round: the barrier's phase before its first is done by definition
                 mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
                 mbarrier.expect(full.index(stage), x_desc.block_type.nbytes + weight_desc.block_type.nbytes)
-                if PHASES == 1:
+                if STRIDE == 2 and DGRAD:
+                    r = ((odd_row + TOP) & 1) + tap // taps_across * 2
+                    s = ((odd_column + LEFT) & 1) + tap % taps_across * 2
+                    # both differences are even
+                    row, column = h + ((odd_row + TOP - r) >> 1), w + ((odd_column + LEFT - s) >> 1)
+                    x_place = [n, row, column, block * BLOCK_K]
+                elif STRIDE == 2:
+                    odd_row, odd_column = (tap // S + TOP) % 2, (tap % S + LEFT) % 2
+                    # both differences are even
+                    row, column = h + (tap // S - TOP - odd_row) // 2, w + (tap % S - LEFT - odd_column) // 2
+                    x_place = [n, row, odd_row, column, odd_column * REDUCED + block * BLOCK_K]
+                elif PHASES == 1:
                     x_place = [n, h + tap // S - TOP, w + tap % S - LEFT, block * BLOCK_K]
                 elif DGRAD:
                     # the taps of the last phase come first, and backward
@@ -114,7 +142,9 @@ def _copy(
                 else:
                     x_place = [n, h + phase // 2 + tap // 2 - 1, w + phase % 2 + tap % 2 - 1, block * BLOCK_K]
                 tma.async_copy_global_to_shared(x_desc, x_place, full.index(stage), a.index(stage))
-                if DGRAD:
+                if STRIDE == 2 and DGRAD:
+                    place = [block * BLOCK_K, r * S + s, first]
+                elif DGRAD:
                     place = [block * BLOCK_K, R * S - 1 - tap, first]
                 else:
                     place = [first, phase * (R * S) + tap, block * BLOCK_K]
@@ -125,10 +155,11 @@ def _copy(
 @gluon.jit
 def _multiply(
     y_desc, inverse_ptr, bias_ptr, x_row, weight_row, a, b, c, full, empty, tiles, down, across,
-    REDUCED: gl.constexpr, OUT: gl.constexpr, TAPS: gl.constexpr, DGRAD: gl.constexpr, OUT_PHASES: gl.constexpr,
+    REDUCED: gl.constexpr, OUT: gl.constexpr, R: gl.constexpr, S: gl.constexpr, TOP: gl.constexpr, LEFT: gl.constexpr,
+    DGRAD: gl.constexpr, STRIDE: gl.constexpr, OUT_PHASES: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
-    STEPS: gl.constexpr = TAPS * ((REDUCED + BLOCK_K - 1) // BLOCK_K)
+    BLOCKS: gl.constexpr = (REDUCED + BLOCK_K - 1) // BLOCK_K
     box: gl.constexpr = y_desc.block_type.shape
     BLOCK_M: gl.constexpr = box[0] * box[1] * box[-2]
     # an instruction reduces over 32 bytes
@@ -137,9 +168,13 @@ def _multiply(
     )
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        n, h, w, phase, first = _place(tile, down, across, OUT, OUT_PHASES, box[0], box[1], box[-2], BLOCK_N)
+        n, h, w, phase, first = _place(tile, down, across, OUT, STRIDE, OUT_PHASES, box[0], box[1], box[-2], BLOCK_N)
+        steps = R * S * BLOCKS
+        if STRIDE == 2 and DGRAD:
+            # none in a phase that no tap meets: it is stored as zeros
+            steps = _phase_taps(phase >> 1, R, TOP) * _phase_taps(phase & 1, S, LEFT) * BLOCKS
         acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
-        for k in range(STEPS):
+        for k in range(steps):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             pixels = a.index(stage).reshape([BLOCK_M, BLOCK_K])
@@ -153,7 +188,7 @@ def _multiply(
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
             step += 1
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=steps > 0)
         if inverse_ptr is not None:
             acc *= gl.load(inverse_ptr + x_row) * gl.load(inverse_ptr + weight_row)
         if bias_ptr is not None:

@@ -15,6 +15,7 @@ from ridgeline.kernels._conv2d_pass import (
     WgradConfig,
     box_count,
     box_of,
+    configs_of_phases,
     large_map_of,
     map_of,
     step_of,
@@ -31,6 +32,7 @@ class Product:
 
     With `dgrad` the operand is dy and out is dx: the weight's filters are reduced, and its taps run backward.
     With `phases` the convolution is of x upsampled, and the weight is that of its phases, see `upsample_conv2d`.
+    Where `one` has stride 2, x or dx is read or written by its phases too.
 
     inverse   [tensors]           fp32; None: 1
     bias      [channels of out]   None: none
@@ -48,7 +50,7 @@ class Product:
 
     def is_valid(self, config: Config, target: Target) -> bool:
         # a tile must not reach beyond the filters of a phase: its neighbour's are stored behind them
-        fits = self.dgrad or not self.phases or config.channels <= self.out.shape[1]
+        fits = not self._writes_phases or config.channels <= self.out.shape[1]
         return fits and config.is_valid(self._size, self._step, target)
 
     def launch(self, kernel: Any, config: Config | None, target: Target) -> Launch:
@@ -58,24 +60,24 @@ class Product:
         """
         reduced, channels = self.operand.shape[1], self.out.shape[1]
         # the larger map of two is read or written phase by phase, each as large as the smaller
-        n, _, h, w = (self.operand if self.phases and not self.dgrad else self.out).shape
-        config = config or next(iter(tile_configs(reduced, channels, self._size, target)), None)
+        n, _, h, w = (self.operand if self._writes_phases else self.out).shape
+        known = configs_of_phases if self._writes_phases else tile_configs
+        config = config or next(iter(known(reduced, channels, self._size, target)), None)
         if config is None or not self.is_valid(config, target):
             self.one.refuse(f"{config} is not valid for {self.one.conv} on {target.arch}")
         box, pieces = box_of(n, h, w, config.pixels), config.pieces(self._size, self._step, target)
         tiles = box_count(n, h, w, box) * cdiv(channels, config.channels)
-        phases = 4 if self.phases else 1
-        tiles *= 1 if self.dgrad else phases
+        tiles *= 4 if self._writes_phases else 1
         weight_box = (self._step, 1, config.channels) if self.dgrad else (config.channels, 1, self._step)
         (r, s), (top, left) = self.one.conv.filter, self.one.padding
-        if self.dgrad:
+        if self.dgrad and self.one.stride == 1:
             # row h of x meets row h + top - tap of dy, and the last tap comes first
             top, left = r - 1 - top, s - 1 - left
-        read, written = map_of, map_of
         if self.phases:
             # of each phase; dgrad sums over all
             r = s = 4 if self.dgrad else 2
-            read, written = (large_map_of, map_of) if self.dgrad else (map_of, large_map_of)
+        read = large_map_of if self._reads_phases else map_of
+        written = large_map_of if self._writes_phases else map_of
         return Launch(
             kernel=kernel,
             grid=(min(tiles, target.sm_count),),
@@ -93,13 +95,22 @@ class Product:
             },
             constants={
                 "REDUCED": reduced, "OUT": channels, "R": r, "S": s, "TOP": top, "LEFT": left, "DGRAD": self.dgrad,
-                "PHASES": phases, "BOX_N": box[0], "BOX_H": box[1], "BOX_W": box[2], "BLOCK_N": config.channels,
+                "PHASES": 4 if self._reads_phases or self._writes_phases else 1, "STRIDE": self.one.stride,
+                "BOX_N": box[0], "BOX_H": box[1], "BOX_W": box[2], "BLOCK_N": config.channels,
                 "BLOCK_K": self._step, "STAGES": config.stages, "PIECES": pieces,
             },
             num_warps=config.num_warps,
             num_stages=1,
             output=self.out,
         )  # fmt: skip
+
+    @property
+    def _reads_phases(self) -> bool:
+        return self.phases if self.dgrad else self.one.stride == 2
+
+    @property
+    def _writes_phases(self) -> bool:
+        return self.one.stride == 2 if self.dgrad else self.phases
 
     @property
     def _size(self) -> int:
@@ -111,7 +122,7 @@ class Product:
         reduced = self.operand.shape[1]
         step = step_of(reduced, self._size)
         # behind the channels of a phase lie those of its neighbour, which must not be reduced with them
-        return min(step, reduced & -reduced) if self.phases and self.dgrad else step
+        return min(step, reduced & -reduced) if self._reads_phases else step
 
 
 def weight_gradient_sums(
@@ -120,6 +131,7 @@ def weight_gradient_sums(
     """The launch that leaves the sums of `parts` of the pixels, [parts, dw.numel()] fp32, from (dy, x), checked.
 
     With `phases` dy has twice the rows and columns of x, and `one` is of the smaller map and 4 taps for each phase.
+    Where `one` has stride 2, x has twice those of dy.
     `kernel` is conv2d_wgrad_gluon_kernel, as in `Product.launch`.
     """
     conv, (dy, x) = one.conv, maps
@@ -130,7 +142,7 @@ def weight_gradient_sums(
         kernel=kernel,
         grid=(min(config.tiles(conv) * parts, target.sm_count),),
         arguments={
-            "x_desc": map_of(x, box, config.c),
+            "x_desc": (large_map_of if one.stride == 2 else map_of)(x, box, config.c),
             "dy_desc": (large_map_of if phases else map_of)(dy, box, config.k),
             "parts_ptr": sums,
             "images": conv.n,
@@ -139,8 +151,8 @@ def weight_gradient_sums(
         },
         constants={
             "C": conv.c, "K": conv.k, "R": r, "S": s, "TOP": one.padding[0], "LEFT": one.padding[1], "PARTS": parts,
-            "PHASES": 4 if phases else 1, "BOX_N": box[0], "BOX_H": box[1], "BOX_W": box[2], "BLOCK_K": config.k,
-            "BLOCK_C": config.c, "TAPS": config.taps, "STAGES": config.stages,
+            "PHASES": 4 if phases else 1, "STRIDE": one.stride, "BOX_N": box[0], "BOX_H": box[1], "BOX_W": box[2],
+            "BLOCK_K": config.k, "BLOCK_C": config.c, "TAPS": config.taps, "STAGES": config.stages,
         },
         num_warps=config.num_warps,
         num_stages=1,

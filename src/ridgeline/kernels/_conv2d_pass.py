@@ -21,6 +21,7 @@ from ridgeline.kernels._nhwc import cdiv, next_power_of_2, pixel_pitch
 from ridgeline.kernels._op import Target
 
 DTYPES = (torch.float16, torch.bfloat16)
+PHASE_GRANULE = 16  # channels of a phase that one instruction reduces, and the narrowest tile
 WGRAD_PIXELS = 64  # of a box, which are reduced together: four instructions
 
 _GLUON = {
@@ -60,6 +61,10 @@ class Pass:
     def y_shape(self) -> tuple[int, int, int, int]:
         return self.conv.n, self.conv.k, self.conv.oh, self.conv.ow
 
+    @property
+    def stride(self) -> int:
+        return self.conv.stride[0]  # pyright: ignore[reportIndexIssue, reportReturnType]
+
     def refuse(self, text: str, kind: type[Exception] = ValueError) -> NoReturn:
         raise kind(f"{self.name}: {text}")
 
@@ -75,6 +80,8 @@ class Pass:
             )
         if min(self.padding) < 0 or any(p >= size for p, size in zip(self.padding, conv.filter, strict=True)):
             self.refuse(f"padding must be less than the filter {conv.filter} and not negative, got {self.padding}")
+        if self.stride != 1:
+            self._check_phases(maps.get("x"))
         if min(self.conv.image) < 1:
             self.refuse(f"no x has a y of shape {self.y_shape}: it would have {self.conv.image} rows and columns")
         for name, tensor in maps.items():
@@ -86,6 +93,22 @@ class Pass:
                     f"{name} must be channels_last, or a slice of it that starts at a multiple of {granule} channels, "
                     f"got strides {tensor.stride()} for shape {tuple(tensor.shape)}"
                 )
+
+    def _check_phases(self, x: Tensor | None) -> None:
+        """Refuse other strides than 2, and what the four phases of x or dx, see `large_map_of`, cannot describe."""
+        conv = self.conv
+        if self.stride != 2:
+            self.refuse(f"stride must be 1 or 2, got {self.stride}")
+        if not _is_halved(conv):
+            self.refuse(
+                f"with stride 2 x must have twice the rows and columns of y, got {conv.image} and {conv.out} under a "
+                f"filter {conv.filter} with padding {self.padding}"
+            )
+        if conv.c % PHASE_GRANULE:
+            self.refuse(f"with stride 2 channels must be a multiple of {PHASE_GRANULE}, got {conv.c}")
+        if x is not None and not x.is_contiguous(memory_format=torch.channels_last):
+            # its phases are interleaved
+            self.refuse(f"with stride 2 x must be channels_last, got strides {x.stride()} for shape {tuple(x.shape)}")
 
     def check_weight(self, weight: Tensor, dtype: torch.dtype) -> None:
         if weight.dtype != dtype:
@@ -103,27 +126,37 @@ class Pass:
 
 
 def pass_of(name: str, conv: ConvProblem, dtype: torch.dtype) -> Pass:
-    """Of stride 1 and one group; the problem's padding is the pass's."""
+    """Of one stride both ways and one group; the problem's padding is the pass's."""
     top, left = conv.padding  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]
     return Pass(name, conv, (top, left), dtype)
 
 
-def forward_pass(name: str, x: Tensor, weight: Tensor, padding: Sequence[int]) -> Pass:
+def takes_stride_2(conv: ConvProblem) -> bool:
+    """Whether kernels can read x, or write its gradient, by its phases: each is as large as y, of whole granules."""
+    return conv.c % PHASE_GRANULE == 0 and _is_halved(conv)
+
+
+def _is_halved(conv: ConvProblem) -> bool:
+    return all(size == 2 * out for size, out in zip(conv.image, conv.out, strict=True))
+
+
+def forward_pass(name: str, x: Tensor, weight: Tensor, padding: Sequence[int], stride: int = 1) -> Pass:
     """Of y = conv2d(x, weight). Raises ValueError where they have not the same channels."""
     k, c, *filter_size = weight.shape
     n, channels, *image = x.shape
-    one = pass_of(name, ConvProblem(n, c, k, tuple(image), tuple(filter_size), padding=tuple(padding)), x.dtype)
+    conv = ConvProblem(n, c, k, tuple(image), tuple(filter_size), stride, tuple(padding))
+    one = pass_of(name, conv, x.dtype)
     if channels != c:
         one.refuse(f"weight {tuple(weight.shape)} must have the {channels} channels of x: groups must be 1")
     return one
 
 
 def torch_gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, padding: Sequence[int], *, of_x: bool, of_weight: bool
+    dy: Tensor, x: Tensor, weight: Tensor, padding: Sequence[int], *, of_x: bool, of_weight: bool, stride: int = 1
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dx, dw) by PyTorch's own kernels, None where not asked for."""
     dx, dw, _ = torch.ops.aten.convolution_backward(
-        dy, x, weight, None, [1, 1], list(padding), [1, 1], False, [0, 0], 1, [of_x, of_weight, False]
+        dy, x, weight, None, [stride] * 2, list(padding), [1, 1], False, [0, 0], 1, [of_x, of_weight, False]
     )
     return dx, dw
 
@@ -204,6 +237,9 @@ class WgradConfig:
         return cdiv(boxes, cdiv(boxes, wanted))
 
 
+_NARROW = Config(128, 16, 6, 4)  # for channels of phases that fill no other tile
+
+
 def tile_configs(reduced: int, out: int, size: int, target: Target) -> tuple[Config, ...]:
     """What is worth timing, the likeliest first: 128 x 128 won most layers of the DDPM network in the H200's tables."""
     sizes = ((128, 128, 4, 4), (128, 256, 4, 8), (256, 128, 4, 8), (128, 128, 5, 8), (64, 128, 6, 4), (64, 256, 4, 4))
@@ -211,6 +247,12 @@ def tile_configs(reduced: int, out: int, size: int, target: Target) -> tuple[Con
     widest, step = max(32, next_power_of_2(out)), step_of(reduced, size)
     configs = (Config(*numbers) for numbers in sizes)
     return tuple(c for c in configs if c.channels <= widest and c.is_valid(size, step, target))
+
+
+def configs_of_phases(reduced: int, out: int, size: int, target: Target) -> tuple[Config, ...]:
+    """The same where the result is written by its phases, into whose neighbours no tile may reach."""
+    fit = tuple(c for c in tile_configs(reduced, out, size, target) if c.channels <= out)
+    return fit or tuple(c for c in (_NARROW,) if c.is_valid(size, step_of(reduced, size), target))
 
 
 def wgrad_configs(conv: ConvProblem, size: int, target: Target) -> tuple[WgradConfig, ...]:

@@ -5,6 +5,7 @@ As in _conv2d_gluon one warp copies boxes while others multiply. Here the pixels
 the parts, so that the same step gives the same bits.
 
 With PHASES = 4, dy has twice the rows and columns of x, and R S = 16 are 4 taps of each of 4 phases: see _conv2d_gluon.
+With STRIDE = 2, x has twice the rows and columns of dy, and a tap meets one of its phases.
 """
 
 # In a kernel a constexpr stands for its value, which the type checker cannot know.
@@ -31,12 +32,12 @@ def conv2d_wgrad_gluon_kernel(
     x_desc, dy_desc, parts_ptr,  # parts [PARTS, K, R S, C] fp32
     images, H, W,  # of dy, or of the smaller map
     C: gl.constexpr, K: gl.constexpr, R: gl.constexpr, S: gl.constexpr, TOP: gl.constexpr, LEFT: gl.constexpr,
-    PARTS: gl.constexpr, PHASES: gl.constexpr,
+    PARTS: gl.constexpr, PHASES: gl.constexpr, STRIDE: gl.constexpr,
     BOX_N: gl.constexpr, BOX_H: gl.constexpr, BOX_W: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr,
     TAPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     a = gl.allocate_shared_memory(dy_desc.dtype, [STAGES] + dy_desc.block_type.shape, dy_desc.layout)  # noqa: RUF005
-    b = gl.allocate_shared_memory(x_desc.dtype, [STAGES * TAPS, BOX_N, BOX_H, BOX_W, BLOCK_C], x_desc.layout)
+    b = gl.allocate_shared_memory(x_desc.dtype, [STAGES * TAPS] + x_desc.block_type.shape, x_desc.layout)  # noqa: RUF005
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -50,7 +51,7 @@ def conv2d_wgrad_gluon_kernel(
         [
             (_multiply, (parts_ptr, a, b, full, empty, boxes, C, K, R * S, PARTS, BLOCK_K, BLOCK_C, TAPS, STAGES)),
             (_copy, (x_desc, dy_desc, a, b, full, empty, boxes, down, across, C, K, R, S, TOP, LEFT, PARTS, PHASES,
-                     BLOCK_K, BLOCK_C, TAPS, STAGES)),
+                     STRIDE, BLOCK_K, BLOCK_C, TAPS, STAGES)),
         ],
         [1],
         [24],
@@ -87,7 +88,7 @@ def _units(
 def _copy(
     x_desc, dy_desc, a, b, full, empty, boxes, down, across,
     C: gl.constexpr, K: gl.constexpr, R: gl.constexpr, S: gl.constexpr, TOP: gl.constexpr, LEFT: gl.constexpr,
-    PARTS: gl.constexpr, PHASES: gl.constexpr,
+    PARTS: gl.constexpr, PHASES: gl.constexpr, STRIDE: gl.constexpr,
     BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr, TAPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     size: gl.constexpr = x_desc.block_type.shape
@@ -97,7 +98,7 @@ def _copy(
         for box in range(first, last):
             n = box // (down * across) * size[0]
             h = box // across % down * size[1]
-            w = box % across * size[2]
+            w = box % across * size[-2]
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(full.index(stage), dy_desc.block_type.nbytes + TAPS * x_desc.block_type.nbytes)
@@ -106,7 +107,13 @@ def _copy(
             tma.async_copy_global_to_shared(dy_desc, dy_place, full.index(stage), a.index(stage))
             for i in gl.static_range(TAPS):
                 # a tap behind the last is copied like the others, and what comes of it is not stored
-                if PHASES == 1:
+                if STRIDE == 2:
+                    r, s = (tap + i) // S, (tap + i) % S
+                    odd_row, odd_column = (r + TOP) % 2, (s + LEFT) % 2
+                    # both differences are even
+                    row, column = h + (r - TOP - odd_row) // 2, w + (s - LEFT - odd_column) // 2
+                    place = [n, row, odd_row, column, odd_column * C + c]
+                elif PHASES == 1:
                     place = [n, h + (tap + i) // S - TOP, w + (tap + i) % S - LEFT, c]
                 else:
                     place = [n, h + tap // 8 + (tap + i) // 2 % 2 - 1, w + tap // 4 % 2 + (tap + i) % 2 - 1, c]

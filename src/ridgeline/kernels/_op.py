@@ -37,6 +37,8 @@ _INT32_MAX = 2**31 - 1
 _DESCRIPTORS = (TensorDescriptor, GluonDescriptor)
 # arguments that change neither the work nor which config suits it
 _NO_PROBLEM = frozenset({"bias", "out", "pdl", "inverse", "x_row", "weight_row", "dy_row"})
+# left out of keys, so that those of convolutions without a stride of their own are the same
+_UNSAID = (("stride", 1),)
 
 Config = TypeVar("Config")
 RIVAL = "torch"  # under which a tuned row has the time of PyTorch's own kernel
@@ -174,9 +176,8 @@ class Op:
         parameters = inspect.signature(self.reference)
         bound = parameters.bind(**{name: value for name, value in arguments.items() if name in parameters.parameters})
         bound.apply_defaults()
-        parts = (
-            f"{name} {_spelled(value)}" for name, value in sorted(bound.arguments.items()) if name not in _NO_PROBLEM
-        )
+        said = sorted(one for one in bound.arguments.items() if one[0] not in _NO_PROBLEM and one not in _UNSAID)
+        parts = (f"{name} {_spelled(value)}" for name, value in said)
         return ", ".join(part for part in parts if not part.endswith(" "))
 
     def source(self, *, arch: str, dtype: str = "fp16", sample: str | None = None, config: Any = None) -> KernelSource:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem
-from ridgeline.kernels._conv2d_pass import DTYPES, Config, Pass, pass_of, step_of, tile_configs
+from ridgeline.kernels._conv2d_pass import DTYPES, PHASE_GRANULE, Config, Pass, configs_of_phases, pass_of, tile_configs
 from ridgeline.kernels._nhwc import cdiv
 from ridgeline.kernels._op import Launch, Target
 
@@ -19,8 +19,6 @@ FILTER = (3, 3)
 PADDING = (1, 1)
 PHASES, PHASE_TAPS = 4, 4
 _TAPS = FILTER[0] * FILTER[1]
-_GRANULE = 16  # filters that one instruction reduces, and the narrowest tile
-_NARROW = Config(128, 16, 6, 4)  # for filters that fill no other tile
 _PAIRS = 256  # of filter and channel that a program of phase_weights_kernel has
 
 
@@ -35,8 +33,8 @@ def check(one: Pass, *, weight: Tensor | None = None, dy: Tensor | None = None, 
     if dy is not None:
         maps = {"dy": dy, **maps}
     one.check_maps(DTYPES, **maps)
-    if one.conv.k % _GRANULE:
-        one.refuse(f"filters must be a multiple of {_GRANULE}, got {one.conv.k}")
+    if one.conv.k % PHASE_GRANULE:
+        one.refuse(f"filters must be a multiple of {PHASE_GRANULE}, got {one.conv.k}")
     if dy is not None and not dy.is_contiguous(memory_format=torch.channels_last):
         one.refuse(f"dy must be channels_last, got strides {dy.stride()} for shape {tuple(dy.shape)}")
     if weight is not None:
@@ -57,10 +55,7 @@ def cost_of(one: Pass, full: Cost, *, read: int, written: int) -> Cost:
 def phase_configs(one: Pass, target: Target, *, dgrad: bool) -> tuple[Config, ...]:
     """What is worth timing, the likeliest first, see `Product.is_valid`."""
     conv, size = one.conv, one.dtype.itemsize
-    if dgrad:
-        return tile_configs(conv.k, conv.c, size, target)
-    fit = tuple(c for c in tile_configs(conv.c, conv.k, size, target) if c.channels <= conv.k)
-    return fit or tuple(c for c in (_NARROW,) if c.is_valid(size, step_of(conv.c, size), target))
+    return tile_configs(conv.k, conv.c, size, target) if dgrad else configs_of_phases(conv.c, conv.k, size, target)
 
 
 def phase_weights(kernel: Any, weight: Tensor) -> Launch:

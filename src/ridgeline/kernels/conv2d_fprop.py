@@ -1,12 +1,15 @@
-"""y = conv2d(x, weight) + bias, NHWC, stride 1, for training. sm_90.
+"""y = conv2d(x, weight) + bias, NHWC, for training. sm_90.
 
 x       [N, C, H, W]    channels_last, or a channel slice of it; fp16, bf16
 weight  [K, C, R, S]    channels_last; dtype of x
 bias    [K]             fp32 or the dtype of x; None: none
 y       [N, K, HO, WO]  channels_last, dtype of x
 padding                 (rows, columns) of zeros on each side of x, less than R and S
+stride                  1 or 2, of rows and columns
 
-C and K are multiples of 8. Accumulates in fp32 and rounds once. Raises ValueError or TypeError for anything else.
+C and K are multiples of 8. With stride 2 x is read as four maps, see _conv2d_gluon: it has twice the rows and columns
+of y then, is dense, and C is a multiple of 16. Accumulates in fp32 and rounds once. Raises ValueError or TypeError for
+anything else.
 
 Gradients come from conv2d_dgrad and conv2d_wgrad where `tune` found them no slower than PyTorch's kernels, else from
 those: see `choice`. The GEMM is [N HO WO, R S C] x [R S C, K]; _conv2d_gluon says how it runs.
@@ -27,7 +30,15 @@ from ridgeline.cost.conv import conv_forward
 from ridgeline.kernels import conv2d_dgrad, conv2d_wgrad
 from ridgeline.kernels._conv2d_gluon import conv2d_gluon_kernel
 from ridgeline.kernels._conv2d_launch import Product
-from ridgeline.kernels._conv2d_pass import DTYPES, Config, Pass, forward_pass, tile_configs, torch_gradients
+from ridgeline.kernels._conv2d_pass import (
+    DTYPES,
+    Config,
+    Pass,
+    forward_pass,
+    takes_stride_2,
+    tile_configs,
+    torch_gradients,
+)
 from ridgeline.kernels._nhwc import empty_nhwc, random_nhwc
 from ridgeline.kernels._op import (
     RIVAL,
@@ -45,12 +56,21 @@ from ridgeline.kernels._op import (
 )
 
 
-def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, padding: Sequence[int]) -> Tensor:
-    return F.conv2d(x, weight, None if bias is None else bias.to(x.dtype), padding=tuple(padding))
+def reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, padding: Sequence[int], stride: int = 1
+) -> Tensor:
+    return F.conv2d(x, weight, None if bias is None else bias.to(x.dtype), stride, tuple(padding))
 
 
-def cost(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, padding: Sequence[int]) -> Cost:  # noqa: ARG001
-    return conv_forward(_pass(x, weight, padding).conv, x.dtype)
+def cost(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,  # noqa: ARG001
+    *,
+    padding: Sequence[int],
+    stride: int = 1,
+) -> Cost:
+    return conv_forward(_pass(x, weight, padding, stride).conv, x.dtype)
 
 
 def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
@@ -59,31 +79,36 @@ def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Confi
 
 
 def plan(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, padding: Sequence[int],
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, padding: Sequence[int], stride: int = 1,
     config: Config | None = None, target: Target | None = None,
 ) -> Launch:  # fmt: skip
     """The launch for one call. Runs nothing."""
-    one = _pass(x, weight, padding)
+    one = _pass(x, weight, padding, stride)
     one.check_maps(DTYPES, x=x)
     one.check_weight(weight, x.dtype)
     one.check_bias(bias, x.dtype)
     product, target = Product(one, x, weight, empty_nhwc(one.y_shape, x), bias=bias), target or target_of(x)
     if config is None:
-        arguments = {"x": x, "weight": weight, "bias": bias, "padding": padding}
+        arguments = {"x": x, "weight": weight, "bias": bias, "padding": padding, "stride": stride}
         config = tuned_config(OP, Config, lambda c: product.is_valid(c, target), **arguments)
     return product.launch(conv2d_gluon_kernel, config, target)
 
 
-def rival(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, padding: Sequence[int]) -> Callable[[], Tensor]:
-    return lambda: reference(x, weight, bias, padding=padding)
+def rival(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, padding: Sequence[int], stride: int = 1
+) -> Callable[[], Tensor]:
+    return lambda: reference(x, weight, bias, padding=padding, stride=stride)
 
 
-def choice(x: Tensor, weight: Tensor, padding: Sequence[int]) -> dict[str, tuple[tuned.Row, bool]]:
+def choice(x: Tensor, weight: Tensor, padding: Sequence[int], stride: int = 1) -> dict[str, tuple[tuned.Row, bool]]:
     """The tables' row of each pass of a convolution, and whether the kernel here is no slower than PyTorch's.
 
     By "fprop", "dgrad", "wgrad"; a pass that was not tuned on the GPU of x is missing. Tensors may be fake.
     """
-    one = _pass(x, weight, padding)
+    one = _pass(x, weight, padding, stride)
+    if stride != 1 and not takes_stride_2(one.conv):
+        # a gradient's row may be of another x, of which y is half
+        return {}
     dy = x.new_empty(one.y_shape)
     calls: dict[str, tuple[Op, dict[str, Any]]] = {
         "fprop": (OP, {"x": x, "weight": weight}),
@@ -92,7 +117,7 @@ def choice(x: Tensor, weight: Tensor, padding: Sequence[int]) -> dict[str, tuple
     }
     found = {}
     for name, (op, arguments) in calls.items():
-        row = tuned_row(op, **arguments, padding=tuple(padding))
+        row = tuned_row(op, **arguments, padding=tuple(padding), stride=stride)
         if row is not None:
             found[name] = row, row.seconds <= rival_seconds(row)
     return found
@@ -104,14 +129,16 @@ def rival_seconds(row: tuned.Row) -> float:
     return theirs if isinstance(theirs, float) else row.seconds
 
 
-def conv2d_fprop(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, padding: Sequence[int]) -> Tensor:
-    return execute("conv2d_fprop", plan(x, weight, bias, padding=padding), x)
+def conv2d_fprop(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, padding: Sequence[int], stride: int = 1
+) -> Tensor:
+    return execute("conv2d_fprop", plan(x, weight, bias, padding=padding, stride=stride), x)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:  # noqa: ARG001
     x, weight, bias = inputs
     ctx.save_for_backward(x, weight)
-    ctx.padding = list(keyword_only_inputs["padding"])
+    ctx.padding, ctx.stride = list(keyword_only_inputs["padding"]), keyword_only_inputs["stride"]
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
@@ -122,18 +149,19 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[in
 
 
 def gradients(
-    dy: Tensor, x: Tensor, weight: Tensor, padding: Sequence[int], *, of_x: bool, of_weight: bool
+    dy: Tensor, x: Tensor, weight: Tensor, padding: Sequence[int], *, of_x: bool, of_weight: bool, stride: int = 1
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dx, dw), None where not asked for, each by the faster kernel. `dy` is channels_last."""
-    wins = {name for name, (_, ours) in choice(x, weight, padding).items() if ours}
+    wins = {name for name, (_, ours) in choice(x, weight, padding, stride).items() if ours}
     their_x, their_weight = of_x and "dgrad" not in wins, of_weight and "wgrad" not in wins
     dx = dw = None
     if their_x or their_weight:
-        dx, dw = torch_gradients(dy, x, weight, padding, of_x=their_x, of_weight=their_weight)
+        wanted = {"of_x": their_x, "of_weight": their_weight}
+        dx, dw = torch_gradients(dy, x, weight, padding, stride=stride, **wanted)
     if of_x and not their_x:
-        dx = conv2d_dgrad.OP(dy, weight, padding=list(padding))
+        dx = conv2d_dgrad.OP(dy, weight, padding=list(padding), stride=stride)
     if of_weight and not their_weight:
-        dw = conv2d_wgrad.OP(dy, x, kernel_size=list(weight.shape[2:]), padding=list(padding))
+        dw = conv2d_wgrad.OP(dy, x, kernel_size=list(weight.shape[2:]), padding=list(padding), stride=stride)
     return dx, dw
 
 
@@ -143,20 +171,26 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needs_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]
     # a gradient may come in any layout: that of a sum is one number expanded
     dy = dy.contiguous(memory_format=torch.channels_last)
-    dx, dw = gradients(dy, x, weight, ctx.padding, of_x=needs_x, of_weight=needs_weight)
+    dx, dw = gradients(dy, x, weight, ctx.padding, of_x=needs_x, of_weight=needs_weight, stride=ctx.stride)
     at_least_fp32 = torch.promote_types(dy.dtype, torch.float32)
     db = dy.sum((0, 2, 3), dtype=at_least_fp32).to(ctx.bias_dtype) if needs_bias else None
     return dx, dw, db
 
 
-def _pass(x: Tensor, weight: Tensor, padding: Sequence[int]) -> Pass:
-    return forward_pass("conv2d_fprop", x, weight, padding)
+def _pass(x: Tensor, weight: Tensor, padding: Sequence[int], stride: int = 1) -> Pass:
+    return forward_pass("conv2d_fprop", x, weight, padding, stride)
 
 
 def fprop_sample(
-    why: str, x: tuple[int, int, int, int], weight: tuple[int, int, int], *, bias: bool = True, real_size: bool = False
+    why: str,
+    x: tuple[int, int, int, int],
+    weight: tuple[int, int, int],
+    *,
+    stride: int = 1,
+    bias: bool = True,
+    real_size: bool = False,
 ) -> Sample:
-    """`weight` is (K, R, S); padded to keep the size."""
+    """`weight` is (K, R, S); padded to keep the size, or with stride 2 to halve it."""
     k, r, s = weight
 
     def arguments(dtype: torch.dtype, device: str) -> dict[str, Any]:
@@ -166,6 +200,7 @@ def fprop_sample(
             "weight": random_nhwc((k, x[1], r, s), dtype, device, seed=1) * scale,
             "bias": random_nhwc((1, k, 1, 1), torch.float32, device, seed=2).flatten() if bias else None,
             "padding": (r // 2, s // 2),
+            "stride": stride,
         }
 
     return Sample(why, arguments, real_size)
@@ -176,6 +211,13 @@ SAMPLES = (
     fprop_sample("UNet 16x16 512->256, batch 128", (128, 512, 16, 16), (256, 3, 3), real_size=True),
     fprop_sample("UNet 8x8 512->256, batch 128", (128, 512, 8, 8), (256, 3, 3), real_size=True),
     fprop_sample("UNet 32x32 384->128 1x1, batch 128", (128, 384, 32, 32), (128, 1, 1), real_size=True),
+    fprop_sample(
+        "ResNet-50 56x56 256->512 1x1 by 2, batch 128", (128, 256, 56, 56), (512, 1, 1), stride=2, real_size=True
+    ),
+    fprop_sample("ResNet-50 56x56 128->128 by 2, batch 128", (128, 128, 56, 56), (128, 3, 3), stride=2, real_size=True),
+    fprop_sample("UNet 32x32 128->128 by 2, batch 128", (128, 128, 32, 32), (128, 3, 3), stride=2, real_size=True),
+    fprop_sample("stride 2, channels beside the tiles", (3, 80, 14, 10), (40, 3, 3), stride=2),
+    fprop_sample("stride 2, one phase of four is read", (2, 48, 6, 18), (24, 1, 1), stride=2, bias=False),
     fprop_sample("odd map, channels beside the tiles", (3, 40, 7, 13), (72, 3, 3)),
     fprop_sample("filters that are not square, one image, no bias", (1, 64, 9, 5), (96, 1, 5), bias=False),
     fprop_sample("a map smaller than a box", (2, 8, 3, 2), (16, 3, 3)),

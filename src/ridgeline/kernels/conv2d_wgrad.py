@@ -1,13 +1,15 @@
-"""dw = the gradient of conv2d's weight, NHWC, stride 1, from dy and x: sums of products of pixel boxes. sm_90.
+"""dw = the gradient of conv2d's weight, NHWC, from dy and x: sums of products of pixel boxes. sm_90.
 
 dy    [N, K, HO, WO]  channels_last, or a channel slice of it; fp16, bf16
 x     [N, C, H, W]    likewise, dtype of dy
 dw    [K, C, R, S]    channels_last, dtype of dy
 kernel_size           (R, S)
 padding               (rows, columns) of zeros on each side of x, less than R and S
+stride                1 or 2, of rows and columns
 
-C and K are multiples of 8. Accumulates in fp32; the parts into which the pixels are split are added in a fixed order
-and rounded once, so that equal calls give equal bits. Raises ValueError or TypeError for anything else.
+C and K are multiples of 8; with stride 2 x is as in conv2d_fprop. Accumulates in fp32; the parts into which the pixels
+are split are added in a fixed order and rounded once, so that equal calls give equal bits. Raises ValueError or
+TypeError for anything else.
 
 The GEMM is [K, N HO WO] x [N HO WO, C] for each tap.
 """
@@ -31,16 +33,16 @@ from ridgeline.kernels._op import LastLaunch, Launch, Launcher, Sample, Target, 
 _SUM_ELEMENTS = 2048  # that a program of four warps loads at once, 16 a thread
 
 
-def reference(dy: Tensor, x: Tensor, *, kernel_size: Sequence[int], padding: Sequence[int]) -> Tensor:
+def reference(dy: Tensor, x: Tensor, *, kernel_size: Sequence[int], padding: Sequence[int], stride: int = 1) -> Tensor:
     shape = (dy.shape[1], x.shape[1], *kernel_size)
     weight = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    _, dw = torch_gradients(dy, x, weight, padding, of_x=False, of_weight=True)
+    _, dw = torch_gradients(dy, x, weight, padding, of_x=False, of_weight=True, stride=stride)
     assert dw is not None
     return dw
 
 
-def cost(dy: Tensor, x: Tensor, *, kernel_size: Sequence[int], padding: Sequence[int]) -> Cost:
-    return conv_weight_grad(_pass(dy, x, kernel_size, padding).conv, x.dtype)
+def cost(dy: Tensor, x: Tensor, *, kernel_size: Sequence[int], padding: Sequence[int], stride: int = 1) -> Cost:
+    return conv_weight_grad(_pass(dy, x, kernel_size, padding, stride).conv, x.dtype)
 
 
 def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[WgradConfig, ...]:
@@ -49,15 +51,15 @@ def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Wgrad
 
 
 def plan(
-    dy: Tensor, x: Tensor, *, kernel_size: Sequence[int], padding: Sequence[int],
+    dy: Tensor, x: Tensor, *, kernel_size: Sequence[int], padding: Sequence[int], stride: int = 1,
     config: WgradConfig | None = None, target: Target | None = None,
 ) -> Launch:  # fmt: skip
     """The two launches for one call. Runs nothing."""
-    one = _pass(dy, x, kernel_size, padding)
+    one = _pass(dy, x, kernel_size, padding, stride)
     one.check_maps(DTYPES, dy=dy, x=x)
     conv, target, size = one.conv, target or target_of(x), x.element_size()
     if config is None:
-        arguments = {"dy": dy, "x": x, "kernel_size": kernel_size, "padding": padding}
+        arguments = {"dy": dy, "x": x, "kernel_size": kernel_size, "padding": padding, "stride": stride}
         config = tuned_config(OP, WgradConfig, lambda c: c.is_valid(size, target), **arguments)
         config = config or next(iter(wgrad_configs(conv, size, target)), None)
     if config is None or not config.is_valid(size, target):
@@ -80,17 +82,21 @@ def plan(
     )
 
 
-def rival(dy: Tensor, x: Tensor, *, kernel_size: Sequence[int], padding: Sequence[int]) -> Callable[[], Tensor]:
-    return lambda: reference(dy, x, kernel_size=kernel_size, padding=padding)
+def rival(
+    dy: Tensor, x: Tensor, *, kernel_size: Sequence[int], padding: Sequence[int], stride: int = 1
+) -> Callable[[], Tensor]:
+    return lambda: reference(dy, x, kernel_size=kernel_size, padding=padding, stride=stride)
 
 
-def conv2d_wgrad(dy: Tensor, x: Tensor, *, kernel_size: Sequence[int], padding: Sequence[int]) -> Tensor:
-    return execute("conv2d_wgrad", plan(dy, x, kernel_size=kernel_size, padding=padding), x)
+def conv2d_wgrad(
+    dy: Tensor, x: Tensor, *, kernel_size: Sequence[int], padding: Sequence[int], stride: int = 1
+) -> Tensor:
+    return execute("conv2d_wgrad", plan(dy, x, kernel_size=kernel_size, padding=padding, stride=stride), x)
 
 
-def _pass(dy: Tensor, x: Tensor, kernel_size: Sequence[int], padding: Sequence[int]) -> Pass:
+def _pass(dy: Tensor, x: Tensor, kernel_size: Sequence[int], padding: Sequence[int], stride: int = 1) -> Pass:
     n, c, *image = x.shape
-    conv = ConvProblem(n, c, dy.shape[1], tuple(image), tuple(kernel_size), padding=tuple(padding))
+    conv = ConvProblem(n, c, dy.shape[1], tuple(image), tuple(kernel_size), stride, tuple(padding))
     one = pass_of("conv2d_wgrad", conv, x.dtype)
     if tuple(dy.shape) != one.y_shape:
         one.refuse(f"dy must have the shape of y, {one.y_shape}, got {tuple(dy.shape)}")
@@ -98,18 +104,19 @@ def _pass(dy: Tensor, x: Tensor, kernel_size: Sequence[int], padding: Sequence[i
 
 
 def wgrad_sample(
-    why: str, x: tuple[int, int, int, int], weight: tuple[int, int, int], *, real_size: bool = False
+    why: str, x: tuple[int, int, int, int], weight: tuple[int, int, int], *, stride: int = 1, real_size: bool = False
 ) -> Sample:
-    """`weight` is (K, R, S); padded to keep the size."""
+    """`weight` is (K, R, S); padded to keep the size, or with stride 2 to halve it."""
     k, r, s = weight
 
     def arguments(dtype: torch.dtype, device: str) -> dict[str, Any]:
         n, _, h, w = x
         return {
-            "dy": random_nhwc((n, k, h, w), dtype, device, seed=1),
+            "dy": random_nhwc((n, k, h // stride, w // stride), dtype, device, seed=1),
             "x": random_nhwc(x, dtype, device, seed=0),
             "kernel_size": (r, s),
             "padding": (r // 2, s // 2),
+            "stride": stride,
         }
 
     return Sample(why, arguments, real_size)
@@ -120,6 +127,13 @@ SAMPLES = (
     wgrad_sample("UNet 16x16 512->256, batch 128", (128, 512, 16, 16), (256, 3, 3), real_size=True),
     wgrad_sample("UNet 4x4 256->256, batch 128", (128, 256, 4, 4), (256, 3, 3), real_size=True),
     wgrad_sample("UNet 8x8 512->256 1x1, batch 128", (128, 512, 8, 8), (256, 1, 1), real_size=True),
+    wgrad_sample(
+        "ResNet-50 56x56 256->512 1x1 by 2, batch 128", (128, 256, 56, 56), (512, 1, 1), stride=2, real_size=True
+    ),
+    wgrad_sample("ResNet-50 56x56 128->128 by 2, batch 128", (128, 128, 56, 56), (128, 3, 3), stride=2, real_size=True),
+    wgrad_sample("UNet 32x32 128->128 by 2, batch 128", (128, 128, 32, 32), (128, 3, 3), stride=2, real_size=True),
+    wgrad_sample("stride 2, channels beside the tiles", (3, 80, 14, 10), (40, 3, 3), stride=2),
+    wgrad_sample("stride 2, one phase of four is read", (2, 48, 6, 18), (24, 1, 1), stride=2),
     wgrad_sample("odd map, channels beside the tiles", (3, 72, 7, 13), (40, 3, 3)),
     wgrad_sample("filters that are not square, one image", (1, 64, 9, 5), (96, 1, 5)),
     wgrad_sample("a map smaller than a box", (2, 16, 3, 2), (8, 3, 3)),

@@ -22,7 +22,7 @@ class Chooser(Protocol):
 
 def takes(conv: Convolution) -> bool:
     """Whether FP8 kernels compute such a convolution, of stride 1 and one group, at all."""
-    same = all(2 * p == size - 1 for p, size in zip(conv.padding, conv.weight[2:], strict=True))
+    same = conv.stride == 1 and all(2 * p == size - 1 for p, size in zip(conv.padding, conv.weight[2:], strict=True))
     return same and conv.dtype == torch.bfloat16 and conv.weight[0] % MULTIPLE == conv.weight[1] % MULTIPLE == 0
 
 

@@ -61,6 +61,7 @@ class _Site:
     node: fx.Node
     given: dict[str, Any]
     padding: tuple[int, int]
+    stride: int
     x: Tensor
     weight: Tensor
 
@@ -68,8 +69,9 @@ class _Site:
 def apply(graph_module: fx.GraphModule) -> int:
     """Replace every convolution of which the tables say that it pays; returns how many.
 
-    Does not fire on: other strides than 1, dilation, groups, channels that 8 does not divide, weights in another layout
-    than channels_last, fp32, a GPU or shapes that were not tuned, shapes where cuDNN is faster.
+    Does not fire on: other strides than 1 and 2; with stride 2 maps that it does not halve, and channels that 16 does
+    not divide; dilation, groups, channels that 8 does not divide, weights in another layout than channels_last, fp32, a
+    GPU or shapes that were not tuned, shapes where cuDNN is faster.
     """
     paying = 0
     for site in list(_sites(graph_module)):
@@ -77,9 +79,9 @@ def apply(graph_module: fx.GraphModule) -> int:
         if not _pays(passes):
             continue
         paying += 1
-        operands = (site.given["input"], site.given["weight"], site.given["bias"], site.padding, site.x.dtype)
+        operands = (site.given["input"], site.given["weight"], site.given["bias"])
         with graph_module.graph.inserting_before(site.node):
-            new = graph_module.graph.call_function(convolve, operands)
+            new = graph_module.graph.call_function(convolve, (*operands, site.padding, site.stride, site.x.dtype))
         new.meta |= {"example_value": value(site.node), PASSES: passes}
         site.node.replace_all_uses_with(new)
     finish(graph_module)
@@ -99,10 +101,12 @@ def in_words(graph_module: fx.GraphModule) -> str:
     return f"{known} by the tables: {', '.join(counts)} by this project's kernels, the others by PyTorch's"
 
 
-def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int], stride: int, dtype: torch.dtype
+) -> Tensor:
     """conv2d_fprop of operands cast to `dtype`; a bias is added in fp32 as it comes."""
     x = x.to(dtype).contiguous(memory_format=torch.channels_last)
-    return conv2d_fprop.OP(x, weight.to(dtype), bias, padding=list(padding))
+    return conv2d_fprop.OP(x, weight.to(dtype), bias, padding=list(padding), stride=stride)
 
 
 @dataclass(frozen=True)
@@ -114,18 +118,20 @@ class Convolution:
     padding: tuple[int, int]
     dtype: torch.dtype
     device: torch.device
+    stride: int = 1
 
     def problems(self) -> Iterator[tuple[Op, dict[str, Any]]]:
         """Each pass on normal data, for `tuning.tune_all`."""
-        n, _, h, w = self.x
+        n, c, *image = self.x
         k, _, r, s = self.weight
-        top, left = self.padding
-        x, dy = self._normal(self.x), self._normal((n, k, h + 2 * top - r + 1, w + 2 * left - s + 1))
+        conv = ConvProblem(n, c, k, tuple(image), (r, s), self.stride, self.padding)
+        x, dy = self._normal(self.x), self._normal((n, k, *conv.out))
         weight = self._normal(self.weight)
         weight *= weight[0].numel() ** -0.5
-        yield conv2d_fprop.OP, {"x": x, "weight": weight, "padding": self.padding}
-        yield conv2d_dgrad.OP, {"dy": dy, "weight": weight, "padding": self.padding}
-        yield conv2d_wgrad.OP, {"dy": dy, "x": x, "kernel_size": (r, s), "padding": self.padding}
+        choices = {"padding": self.padding, "stride": self.stride}
+        yield conv2d_fprop.OP, {"x": x, "weight": weight, **choices}
+        yield conv2d_dgrad.OP, {"dy": dy, "weight": weight, **choices}
+        yield conv2d_wgrad.OP, {"dy": dy, "x": x, "kernel_size": (r, s), **choices}
 
     def _normal(self, shape: tuple[int, ...]) -> Tensor:
         made = torch.empty(shape, dtype=self.dtype, device=self.device, memory_format=torch.channels_last)
@@ -135,7 +141,9 @@ class Convolution:
 def convolutions_of(graph_module: fx.GraphModule) -> tuple[Convolution, ...]:
     """Every distinct convolution that could be replaced."""
     sites = _sites(graph_module)
-    found = (Convolution(tuple(s.x.shape), tuple(s.weight.shape), s.padding, s.x.dtype, s.x.device) for s in sites)
+    found = (
+        Convolution(tuple(s.x.shape), tuple(s.weight.shape), s.padding, s.x.dtype, s.x.device, s.stride) for s in sites
+    )
     return tuple(dict.fromkeys(found))
 
 
@@ -156,7 +164,8 @@ def _sites(graph_module: fx.GraphModule) -> Iterator[_Site]:
         node, given, x, weight, y = call.node, call.given, call.x, call.weight, call.y
         top, left = conv.padding  # pyright: ignore[reportGeneralTypeIssues]
         fits = (
-            conv.stride == conv.dilation == (1, 1)
+            (conv.stride == (1, 1) or (conv.stride == (2, 2) and conv2d_fprop.takes_stride_2(conv)))
+            and conv.dilation == (1, 1)
             and conv.groups == 1
             and y.dtype in conv2d_fprop.DTYPES
             and not (weight.shape[0] % 8 or weight.shape[1] % 8)
@@ -164,13 +173,14 @@ def _sites(graph_module: fx.GraphModule) -> Iterator[_Site]:
             and is_channels_last(weight)
         )
         if fits:
-            yield _Site(node, given, (top, left), x.to(y.dtype), weight.to(y.dtype))
+            stride = conv.stride[0]  # pyright: ignore[reportIndexIssue]
+            yield _Site(node, given, (top, left), stride, x.to(y.dtype), weight.to(y.dtype))
 
 
 def _passes(site: _Site) -> tuple[Pass, ...]:
     """Every pass that was tuned, by the faster kernel, but the first by ours: it stands for all three in the graph."""
     found = []
-    for name, (row, wins) in conv2d_fprop.choice(site.x, site.weight, site.padding).items():
+    for name, (row, wins) in conv2d_fprop.choice(site.x, site.weight, site.padding, site.stride).items():
         ours, rival_s = wins or name == "fprop", conv2d_fprop.rival_seconds(row)
         found.append(Pass(name, ours, row.seconds if ours else rival_s, rival_s))
     return tuple(found)
