@@ -1,10 +1,17 @@
-"""Maps of many sizes for which a convolution runs the same machine code, so that a GPU test compiles few kernels."""
+"""What tests of the training convolutions share: results judged, sizes that compile once, planted tuned tables."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
 
-from ridgeline.kernels._op import Launch
+import pytest
 
+from ridgeline import tuned
+from ridgeline.kernels._op import RIVAL, Launch, Op, typical_target
+from ridgeline.numerics import compare, to_float64
+
+SM_90 = typical_target("sm_90")
 Size = tuple[int, int, int]
 
 
@@ -28,3 +35,29 @@ def sizes_of_one_kernel(launch_of: Callable[[Size], Launch], seed: int, *, most:
             if len(found) < most and (n, h, w) not in found and sources((n, h, w)) == compiled:
                 found.append((n, h, w))
     return found
+
+
+def right(op: Op, arguments: Mapping[str, Any], config: Any = None) -> None:
+    """Launch on a GPU and compare with float64."""
+    launch = op.launcher.plan(config=config, target=SM_90, **arguments)
+    launch.output.fill_(float("nan"))
+    launch.run()
+    exact = op.reference(**to_float64(arguments))
+    verdict = compare(launch.output, exact, op.reference(**arguments), error_factor=op.error_factor)
+    assert verdict.passed, f"{op.name} {config}: {verdict.reason}"
+
+
+def plant_rows(
+    monkeypatch: pytest.MonkeyPatch, seconds: Mapping[str, tuple[float, float]], *modules: ModuleType
+) -> None:
+    """Tuned rows for every shape: (ours, PyTorch's) by op; an op that is left out was not tuned."""
+
+    def row(op: Op, **arguments: Any) -> tuned.Row | None:
+        if op.name not in seconds:
+            return None
+        ours, theirs = seconds[op.name]
+        key = op.key(**arguments)
+        return tuned.Row(op.name, "hash", "GPU", "bf16", key, {"k": 1}, ours, None, "2", "3", "5", {RIVAL: theirs})
+
+    for module in modules:
+        monkeypatch.setattr(module, "tuned_row", row)

@@ -11,7 +11,7 @@ from ridgeline.kernels import PASSES, conv2d_dgrad, conv2d_fprop, conv2d_wgrad
 from ridgeline.kernels._conv2d_pass import Config, WgradConfig, box_count, box_of, step_of
 from ridgeline.kernels._op import RIVAL, typical_target
 from ridgeline.numerics import compare, to_float64
-from shared_kernels import sizes_of_one_kernel
+from shared_kernels import right, sizes_of_one_kernel
 
 SM_90 = typical_target("sm_90")
 ALL = [(op, sample) for op in PASSES for sample in op.samples]
@@ -195,16 +195,6 @@ def test_the_faster_kernel_is_chosen_pass_by_pass(monkeypatch):
 
 
 # --- numbers, on a GPU -----------------------------------------------------------------------------------------------
-
-
-def right(op, arguments, config=None):
-    target = typical_target("sm_90")
-    launch = op.launcher.plan(config=config, target=target, **arguments)
-    launch.output.fill_(float("nan"))
-    launch.run()
-    exact = op.reference(**to_float64(arguments))
-    verdict = compare(launch.output, exact, op.reference(**arguments), error_factor=op.error_factor)
-    assert verdict.passed, f"{op.name} {config}: {verdict.reason}"
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from ridgeline.kernels import PASSES, conv2d_dgrad, conv2d_fprop, conv2d_wgrad
 from ridgeline.kernels._conv2d_pass import Config, box_count
 from ridgeline.kernels._op import RIVAL, typical_target
 from ridgeline.numerics import compare, to_float64
-from shared_kernels import sizes_of_one_kernel
+from shared_kernels import right, sizes_of_one_kernel
 
 SM_90 = typical_target("sm_90")
 # one program, so that a ring goes round from tile to tile
@@ -263,15 +263,6 @@ def test_an_odd_map_gets_its_gradients_without_a_gpu(monkeypatch):
 
 
 # --- numbers, on a GPU -----------------------------------------------------------------------------------------------
-
-
-def right(op, arguments, config=None):
-    launch = op.launcher.plan(config=config, target=SM_90, **arguments)
-    launch.output.fill_(float("nan"))
-    launch.run()
-    exact = op.reference(**to_float64(arguments))
-    verdict = compare(launch.output, exact, op.reference(**arguments), error_factor=op.error_factor)
-    assert verdict.passed, f"{op.name} {config}: {verdict.reason}"
 
 
 # (C, K, filter, padding): each, with the sizes that share its boxes, is compiled once

@@ -19,7 +19,7 @@ from ridgeline.kernels._upsample_conv2d import phase_gradients_kernel, phase_wei
 from ridgeline.kernels._upsample_conv2d_call import phase_weights
 from ridgeline.numerics import compare, to_float64
 from ridgeline.sass import compile_many, inspect
-from shared_kernels import sizes_of_one_kernel
+from shared_kernels import right, sizes_of_one_kernel
 
 SM_90 = typical_target("sm_90")
 # one program, so that a ring goes round from tile to tile
@@ -335,15 +335,6 @@ def test_operands_go_from_the_copy_engine_to_wgmma_and_nothing_spills():
 
 
 # --- numbers, on a GPU -----------------------------------------------------------------------------------------------
-
-
-def right(op, arguments, config=None):
-    launch = op.launcher.plan(config=config, target=SM_90, **arguments)
-    launch.output.fill_(float("nan"))
-    launch.run()
-    exact = op.reference(**to_float64(arguments))
-    verdict = compare(launch.output, exact, op.reference(**arguments), error_factor=op.error_factor)
-    assert verdict.passed, f"{op.name} {config}: {verdict.reason}"
 
 
 @pytest.mark.gpu

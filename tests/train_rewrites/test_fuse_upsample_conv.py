@@ -8,9 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 
-from ridgeline import tuned
 from ridgeline.kernels import PASSES, UPSAMPLED, conv2d_fprop, upsample_conv2d
-from ridgeline.kernels._op import RIVAL
 from ridgeline.models.ddpm_unet import TINY
 from ridgeline.step_recipe import NAMED
 from ridgeline.train_backend import TrainBackend
@@ -21,23 +19,14 @@ from ridgeline.train_rewrites.fuse_upsample_conv import (
     upsampled_convolutions_of,
 )
 from ridgeline.workloads import ddpm_ladder
+from shared_kernels import plant_rows
 
 NAMES = [op.name for op in UPSAMPLED]
 FAST = dict.fromkeys(NAMES, (1e-5, 2e-5))
 
 
 def tables(monkeypatch, seconds):
-    """Rows for every shape: (ours, PyTorch's) by op; an op that is left out was not tuned."""
-
-    def row(op, **arguments):
-        if op.name not in seconds:
-            return None
-        ours, theirs = seconds[op.name]
-        key = op.key(**arguments)
-        return tuned.Row(op.name, "hash", "GPU", "bf16", key, {"k": 1}, ours, None, "2", "3", "5", {RIVAL: theirs})
-
-    monkeypatch.setattr(upsample_conv2d, "tuned_row", row)
-    monkeypatch.setattr(conv2d_fprop, "tuned_row", row)
+    plant_rows(monkeypatch, seconds, upsample_conv2d, conv2d_fprop)
 
 
 class Upsample(nn.Module):

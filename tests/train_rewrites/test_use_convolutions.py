@@ -8,30 +8,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ridgeline import train_tuning, tuned
+from ridgeline import train_tuning
 from ridgeline.errors import EnvironmentUnusable
 from ridgeline.kernels import PASSES, conv2d_fprop
-from ridgeline.kernels._op import RIVAL
 from ridgeline.models.ddpm_unet import TINY
 from ridgeline.step_recipe import NAMED
 from ridgeline.train_rewrites import fp8_passes, use_convolutions
 from ridgeline.train_rewrites.use_convolutions import Convolution, convolutions_of, convolve
 from ridgeline.workloads import ddpm_ladder
+from shared_kernels import plant_rows
 
 FAST = {"conv2d_fprop": (1e-5, 2e-5), "conv2d_dgrad": (1e-5, 2e-5), "conv2d_wgrad": (1e-5, 2e-5)}
 
 
 def tables(monkeypatch, seconds):
-    """Rows for every shape: (ours, PyTorch's) by op; an op that is left out was not tuned."""
-
-    def row(op, **arguments):
-        if op.name not in seconds:
-            return None
-        ours, theirs = seconds[op.name]
-        key = op.key(**arguments)
-        return tuned.Row(op.name, "hash", "GPU", "bf16", key, {"k": 1}, ours, None, "2", "3", "5", {RIVAL: theirs})
-
-    monkeypatch.setattr(conv2d_fprop, "tuned_row", row)
+    plant_rows(monkeypatch, seconds, conv2d_fprop)
 
 
 def traced(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[list[fx.GraphModule], list[int]]:
