@@ -29,12 +29,19 @@ from ridgeline.kernels import quantize_weights_fp8
 from ridgeline.kernels._op import dtype_name
 from ridgeline.specs import DeviceSpec, find_spec
 from ridgeline.train_rewrites import fp8_prices, fuse_quantize
-from ridgeline.train_rewrites.fp8_passes import MULTIPLE, PASSES, Chooser, chosen_passes
+from ridgeline.train_rewrites.fp8_passes import (
+    ARCHITECTURES,
+    MULTIPLE,
+    PASSES,
+    Chooser,
+    architecture_of,
+    chosen_passes,
+    listed,
+)
 from ridgeline.train_rewrites.use_convolutions import Convolution
 from ridgeline.train_rewrites.use_fp8 import Fp8State, Fp8Weight
 
 _FORMATS = {"x": "e4m3", "w": "e4m3", "dy": "e5m2"}  # of the tensors of a layer, in the order of its rows
-_ARCHITECTURE = "sm_90"  # whose kernels conv2d_fp8 has
 # Gradients of a mean are small: by a scale of 1 all of them might vanish, and so would all that the layers before get,
 # one layer more a step. So e5m2 holds 2e-10 to 0.87 at first; what is larger saturates for one step.
 _FIRST_DY_SCALE = 2.0**16
@@ -342,9 +349,9 @@ def paying_passes(conv: Convolution, *, by_norm: bool) -> frozenset[str]:
 def _why_not_here(device: torch.device, choose: Chooser) -> str:
     if device.type != "cuda":
         return ""
-    arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-    if arch != _ARCHITECTURE:
-        return f"FP8 convolutions are for {_ARCHITECTURE}, and the GPU is {arch}"
+    arch, known = architecture_of(device), ARCHITECTURES["fprop"]
+    if arch not in known:
+        return f"FP8 convolutions are for {listed(known)}, and the GPU is {arch}"
     if choose is paying_passes:
         try:
             _spec(device)

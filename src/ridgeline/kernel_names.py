@@ -49,11 +49,13 @@ _OWN = {
     "upsample_concat_conv_act_kernel": ("conv", "upsample_concat_conv_act"),
     # of conv2d_dgrad, conv2d_fp8, and of the same after upsampling too
     "conv2d_gluon_kernel": ("conv", "conv2d_fprop"),
+    "conv2d_fp8_tl_kernel": ("conv", "conv2d_fp8"),
     "conv2d_wgrad_gluon_kernel": ("conv", "conv2d_wgrad"),
     "wgrad_parts_kernel": ("conv", "conv2d_wgrad"),
     "phase_weights_kernel": ("pointwise", "upsample_conv2d"),
     "phase_gradients_kernel": ("conv", "upsample_conv2d_wgrad"),
     "conv2d_wgrad_fp8_kernel": ("conv", "conv2d_wgrad_fp8"),
+    "conv2d_wgrad_fp8_tl_kernel": ("conv", "conv2d_wgrad_fp8"),
     "wgrad_fp8_sums_kernel": ("conv", "conv2d_wgrad_fp8"),
     "attention_packed_kernel": ("attention", "attention_packed"),
     "attention_packed_backward_kernel": ("attention", "attention_packed_backward"),

@@ -36,8 +36,8 @@ class StepRecipe:
                       torch.optim.AdamW, "always" or NotEngaged, "never"
     weight_copies     that pass keeps bf16 copies of weights, so that a compiled bf16 step casts none and leaves their
                       gradients bf16: "auto" where it can, "always" or NotEngaged, "never"
-    fp8               convolutions of compiled bf16 steps in FP8, on an H100 or H200: "auto" where that is faster, by
-                      tables or rooflines; "always" where there are kernels, or NotEngaged; "never"
+    fp8               convolutions of compiled bf16 steps in FP8, on sm_89, sm_90, sm_120: "auto" where that is faster,
+                      by tables or rooflines; "always" where there are kernels, or NotEngaged; "never"
     fp8_passes        of theirs that may: of "fprop", "dgrad", "wgrad"
     fp8_scaling       how their scales follow magnitudes
     fp8_limits        what their counters may show; a layer that exceeds it returns to bf16

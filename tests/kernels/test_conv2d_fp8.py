@@ -15,12 +15,6 @@ SM_90 = typical_target("sm_90")
 OP = conv2d_fp8.OP
 
 
-def test_it_is_for_hopper_alone():
-    arguments = OP.samples[0].arguments(torch.float8_e4m3fn, "meta")
-    with pytest.raises(ValueError, match=r"conv2d_fp8: None is not valid for .* on sm_89"):
-        conv2d_fp8.plan(target=typical_target("sm_89"), **arguments)
-
-
 @pytest.mark.parametrize("dtype", conv2d_fp8.OPERANDS)
 @pytest.mark.parametrize("sample", [s for s in OP.samples if not s.real_size], ids=lambda s: s.why)
 def test_without_a_gpu_it_is_its_reference(sample, dtype):

@@ -97,12 +97,6 @@ def test_no_part_is_empty_and_each_multiprocessor_has_one():
             assert launch.grid[0] <= SM_90.sm_count
 
 
-def test_it_is_for_hopper_alone():
-    arguments = OP.samples[0].arguments(E4M3, "meta")
-    with pytest.raises(ValueError, match=r"conv2d_wgrad_fp8: None is not valid for .* on sm_89"):
-        conv2d_wgrad_fp8.plan(target=typical_target("sm_89"), **arguments)
-
-
 def quads(c, n, h, w, dtype=E4M3):
     return torch.zeros(_quads.quads_shape(n, c, h, w)).to(dtype)
 

@@ -65,6 +65,7 @@ def test_a_map_is_read_and_written_unless_its_norm_writes_it():
 @pytest.fixture
 def on_an_h200(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
 
 
 def test_bf16_times_are_those_of_the_shipped_tables(on_an_h200):

@@ -17,10 +17,13 @@ from torch._functorch.aot_autograd import make_boxed_func
 from fp8_steps import fp8_by_reference
 from ridgeline.fp8_scaling import DelayedScaling
 from ridgeline.fp8_step import Fp8Step
+from ridgeline.kernels import conv2d_fp8, conv2d_wgrad_fp8
+from ridgeline.kernels._op import typical_target
 from ridgeline.kernels.conv2d_fp8 import for_dgrad
 from ridgeline.numerics import rms
+from ridgeline.sass import SHARED_LIMIT_BYTES
 from ridgeline.train_backend import TrainBackend
-from ridgeline.train_rewrites.fp8_passes import PASSES, chosen_passes, impossible_passes
+from ridgeline.train_rewrites.fp8_passes import ARCHITECTURES, PASSES, chosen_passes, impossible_passes
 from ridgeline.train_rewrites.use_convolutions import Convolution
 from ridgeline.train_rewrites.use_fp8 import convolve_fp8
 
@@ -230,6 +233,31 @@ def test_gradients_of_weights_that_have_no_kernel_stay_bf16(x: Sequence[int], we
     shapes = Convolution(tuple(x), tuple(weight), (weight[2] // 2, weight[3] // 2), torch.bfloat16, CPU)
     assert impossible_passes(shapes) == ({} if words is None else {"wgrad": words})
     assert chosen_passes(shapes, by_norm=False) == frozenset(PASSES if words is None else ("fprop", "dgrad"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "known"),
+    [((8, 0), ()), ((8, 9), PASSES), ((9, 0), PASSES), ((10, 0), ()), ((12, 0), PASSES)],
+)
+def test_passes_without_a_kernel_for_the_gpu_stay_bf16(
+    capability: tuple[int, int], known: Sequence[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    shapes = Convolution((1, 16, 16, 16), (16, 16, 3, 3), (1, 1), torch.bfloat16, torch.device("cuda"))
+    assert chosen_passes(shapes, by_norm=False) == frozenset(known)
+    arch = "sm_{}{}".format(*capability)
+    for reason in impossible_passes(shapes).values():
+        assert reason == f"its FP8 kernel is for sm_89, sm_90 and sm_120, and the GPU is {arch}"
+
+
+@pytest.mark.parametrize("arch", SHARED_LIMIT_BYTES)
+def test_architectures_are_those_that_the_kernel_has_configs_for(arch: str):
+    arguments = conv2d_fp8.SAMPLES[0].arguments(torch.float8_e5m2, "meta")
+    has = bool(conv2d_fp8.candidates(target=typical_target(arch), **arguments))
+    assert (arch in ARCHITECTURES["fprop"]) is (arch in ARCHITECTURES["dgrad"]) is has
+    weight_gradient = conv2d_wgrad_fp8.SAMPLES[0].arguments(torch.float8_e5m2, "meta")
+    has = bool(conv2d_wgrad_fp8.candidates(target=typical_target(arch), **weight_gradient))
+    assert (arch in ARCHITECTURES["wgrad"]) is has
 
 
 def test_a_layer_without_quads_trains():

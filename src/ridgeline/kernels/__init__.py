@@ -1,6 +1,6 @@
 """Kernels with their meaning and cost. Tests, benchmarks and `ridgeline sass` follow `ALL`: what a graph may export.
 
-`PASSES`, `UPSAMPLED` and `FP8` are convolutions of training, for sm_90 alone, and in no exported graph.
+`PASSES` and `UPSAMPLED`, for sm_90 alone, and `FP8` are convolutions of training, and in no exported graph.
 """
 
 from ridgeline.errors import UsageError

@@ -1,4 +1,4 @@
-"""y = conv2d(x, weight) · inverse[x_row] · inverse[weight_row] + bias of FP8 operands, NHWC, stride 1. sm_90.
+"""y = conv2d(x, weight) · inverse[x_row] · inverse[weight_row] + bias of FP8 operands, NHWC, stride 1.
 
 x       [N, C, H, W]    FP8 e4m3 (activations) or e5m2 (gradients); channels_last, or a channel slice of it
 weight  [K, C, R, S]    FP8 e4m3; channels_last
@@ -8,15 +8,17 @@ y       [N, K, HO, WO]  bf16, channels_last
 padding                 (rows, columns) of zeros on each side of x, less than R and S
 
 C is a multiple of 16, K of 8. Sums in the tensor cores' own accumulator, which keeps some 14 bits and cuts the rest off
-(`eps`), and rounds once. Raises ValueError or TypeError for anything else.
+(`eps`), and rounds once. On sm_90 boxes of pixels meet wgmma, see `_conv2d_gluon`; on sm_89 and sm_120 gathered pixels
+meet mma.sync, see `_conv2d_fp8_tl`. Raises ValueError or TypeError for anything else.
 
-It is the forward pass, and the gradient of x: wgmma wants both FP8 operands with the reduced dimension adjacent, so
-that gradient is this op on `for_dgrad(weight)` with the padding R - 1 - p, the weight transposed, its taps backward.
+It is the forward pass, and the gradient of x: matrix units want both FP8 operands with the reduced dimension adjacent,
+so that gradient is this op on `for_dgrad(weight)` with the padding R - 1 - p, the weight transposed, its taps backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,15 +27,47 @@ from torch import Tensor
 
 from ridgeline.cost import Cost
 from ridgeline.cost.conv import conv_forward
+from ridgeline.kernels._conv import INT32_ELEMENTS
+from ridgeline.kernels._conv2d_fp8_tl import conv2d_fp8_tl_kernel
 from ridgeline.kernels._conv2d_gluon import conv2d_gluon_kernel
 from ridgeline.kernels._conv2d_launch import Product
 from ridgeline.kernels._conv2d_pass import Config, Pass, forward_pass, tile_configs
-from ridgeline.kernels._nhwc import random_nhwc
+from ridgeline.kernels._nhwc import cdiv, next_power_of_2, pixel_pitch, random_nhwc
 from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
 from ridgeline.numerics import BF16_EPS
 
 _CUT = 2.0**-13  # the last bit that Hopper's FP8 sums keep: DeepSeek-V3's technical report, section 3.3.2
 OPERANDS = (torch.float8_e4m3fn, torch.float8_e5m2)
+_GATHERING = ("sm_89", "sm_120")  # without wgmma; both have the same shared memory and the same FP8 instruction
+_ACCUMULATORS = 128  # fp32 a thread
+
+
+@dataclass(frozen=True)
+class GatherConfig:
+    """A tile of so many pixels by channels of a program that gathers them; each stage holds `step` of the reduction."""
+
+    pixels: int
+    channels: int
+    step: int
+    stages: int
+    num_warps: int
+
+    def is_valid(self, target: Target) -> bool:
+        """Whether it fills copies and matrix units, and its sums fit registers, its operands shared memory."""
+        return (
+            target.arch in _GATHERING
+            and self.num_warps in (4, 8)
+            and self.stages >= 2
+            and self.step in (64, 128)
+            and self.pixels in (64, 128, 256)
+            and self.channels in (32, 64, 128, 256)
+            and self.pixels * self.channels <= _ACCUMULATORS * 32 * self.num_warps
+            and self.stages * (self.pixels + self.channels) * self.step <= target.shared_bytes
+        )
+
+    def tiles(self, one: Pass) -> int:
+        conv = one.conv
+        return cdiv(conv.n * conv.oh * conv.ow, self.pixels) * cdiv(conv.k, self.channels)
 
 
 def for_dgrad(weight: Tensor) -> Tensor:
@@ -68,15 +102,18 @@ def eps(weight: Tensor, **_others: Any) -> float:
     return BF16_EPS + weight[0].numel() / 32 * _CUT
 
 
-def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
+def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config | GatherConfig, ...]:
     x, weight = arguments["x"], arguments["weight"]
-    return tile_configs(weight.shape[1], weight.shape[0], x.element_size(), target or target_of(x))
+    target = target or target_of(x)
+    if target.arch in _GATHERING:
+        return _gather_configs(_pass(x, weight, arguments["padding"]), target)
+    return tile_configs(weight.shape[1], weight.shape[0], x.element_size(), target)
 
 
 def plan(
     x: Tensor, weight: Tensor, inverse: Tensor, bias: Tensor | None = None, *,
     x_row: int, weight_row: int, padding: Sequence[int],
-    config: Config | None = None, target: Target | None = None,
+    config: Config | GatherConfig | None = None, target: Target | None = None,
 ) -> Launch:  # fmt: skip
     """The launch for one call. Runs nothing."""
     one = _pass(x, weight, padding)
@@ -90,11 +127,18 @@ def plan(
         one.refuse(f"x_row and weight_row must be among the {len(inverse)} of inverse, got {x_row} and {weight_row}")
     y = torch.empty(one.y_shape, dtype=torch.bfloat16, device=x.device, memory_format=torch.channels_last)
     product, target = Product(one, x, weight, y, inverse, (x_row, weight_row), bias), target or target_of(x)
-    if config is None:
-        arguments = {"x": x, "weight": weight, "inverse": inverse, "bias": bias, "padding": padding}
-        rows = {"x_row": x_row, "weight_row": weight_row}
-        config = tuned_config(OP, Config, lambda c: product.is_valid(c, target), **arguments, **rows)
-    return product.launch(conv2d_gluon_kernel, config, target)
+    call = {"x": x, "weight": weight, "inverse": inverse, "bias": bias, "padding": padding}
+    call |= {"x_row": x_row, "weight_row": weight_row}
+    if target.arch in _GATHERING:
+        config = config or tuned_config(OP, GatherConfig, lambda c: c.is_valid(target), **call)
+        config = config or _gather_configs(one, target)[0]
+        if isinstance(config, GatherConfig) and config.is_valid(target):
+            return _gathering(product, config)
+    else:
+        config = config or tuned_config(OP, Config, lambda c: product.is_valid(c, target), **call)
+        if not isinstance(config, GatherConfig):
+            return product.launch(conv2d_gluon_kernel, config, target)
+    one.refuse(f"{config} is not valid for {one.conv} on {target.arch}")
 
 
 def conv2d_fp8(
@@ -113,6 +157,47 @@ def conv2d_fp8(
 
 def _pass(x: Tensor, weight: Tensor, padding: Sequence[int]) -> Pass:
     return forward_pass("conv2d_fp8", x, weight, padding)
+
+
+def _gather_configs(one: Pass, target: Target) -> tuple[GatherConfig, ...]:
+    """What is worth timing: first the tiles of which every multiprocessor gets two."""
+    sizes = ((128, 128, 64, 4, 4), (128, 128, 128, 3, 8), (128, 128, 64, 4, 8), (256, 64, 64, 4, 8))
+    sizes += ((256, 128, 64, 4, 8), (128, 64, 64, 4, 4), (64, 128, 64, 4, 4), (64, 64, 128, 3, 4))
+    sizes += ((128, 32, 64, 4, 4), (64, 32, 128, 3, 4))
+    widest = max(32, next_power_of_2(one.conv.k))
+    fit = (c for c in (GatherConfig(*numbers) for numbers in sizes) if c.channels <= widest and c.is_valid(target))
+    return tuple(sorted(fit, key=lambda c: -min(c.tiles(one), 2 * target.sm_count)))
+
+
+def _gathering(product: Product, config: GatherConfig) -> Launch:
+    """The launch for mma.sync, of the same tensors as `Product.launch`."""
+    one, x, weight, y = product.one, product.operand, product.weight, product.out
+    conv, pitch = one.conv, pixel_pitch(product.operand) or product.operand.shape[1]
+    (h, w), (r, s) = one.x_shape[2:], conv.filter
+    extents = (conv.n * h * w * pitch, weight.numel(), y.numel())
+    return Launch(
+        kernel=conv2d_fp8_tl_kernel,
+        grid=(config.tiles(one),),
+        arguments={
+            "x_ptr": x,
+            "weight_ptr": weight,
+            "inverse_ptr": product.inverse,
+            "bias_ptr": product.bias,
+            "y_ptr": y,
+            "x_row": product.rows[0],
+            "weight_row": product.rows[1],
+            "pixels": conv.n * conv.oh * conv.ow,
+            "steps": cdiv(conv.c * conv.taps, config.step),
+        },
+        constants={
+            "C": conv.c, "H": h, "W": w, "K": conv.k, "R": r, "S": s, "HO": conv.oh, "WO": conv.ow,
+            "TOP": one.padding[0], "LEFT": one.padding[1], "X_PITCH": pitch, "WIDE": max(extents) >= INT32_ELEMENTS,
+            "BLOCK_M": config.pixels, "BLOCK_N": config.channels, "BLOCK_K": config.step,
+        },
+        num_warps=config.num_warps,
+        num_stages=config.stages,
+        output=y,
+    )  # fmt: skip
 
 
 def fp8_sample(

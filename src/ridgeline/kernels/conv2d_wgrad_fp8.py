@@ -1,4 +1,6 @@
-"""(dw, db) = the gradients of conv2d's weight and bias from FP8 operands, stride 1, the map keeps its size. sm_90.
+"""(dw, db) = the gradients of conv2d's weight and bias from FP8 operands, stride 1, the map keeps its size.
+
+On sm_90 wgmma multiplies what one warp copies (`Config`), on sm_89 and sm_120 mma.sync (`TileConfig`).
 
 dy        [K, N, H / 4 + 2, W, 4]  quads (see _quads) of the gradient of y, FP8 e5m2
 x         [C, N, H / 4 + 2, W, 4]  quads of x, FP8 e4m3
@@ -31,6 +33,7 @@ from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem, conv_weight_grad
 from ridgeline.kernels._conv2d_pass import torch_gradients
 from ridgeline.kernels._conv2d_wgrad_fp8_gluon import conv2d_wgrad_fp8_kernel, wgrad_fp8_sums_kernel
+from ridgeline.kernels._conv2d_wgrad_fp8_tl import conv2d_wgrad_fp8_tl_kernel
 from ridgeline.kernels._nhwc import cdiv, next_power_of_2, random_nhwc
 from ridgeline.kernels._op import (
     LastLaunch,
@@ -51,6 +54,8 @@ _CUT = 2.0**-13  # see conv2d_fp8
 _ROW_BYTES = 128
 _SLACK_BYTES = 1024  # barriers, and what aligns the buffers
 _ACCUMULATORS = 192  # fp32 a thread, of products and of what they were promoted to
+_TILED = ("sm_89", "sm_120")  # FP8 products by mma.sync
+_TILE_ACCUMULATORS = 128  # likewise: operands go through registers too
 _SUM_ELEMENTS = 2048  # that a program of eight warps loads at once
 _SUM_WORDS = 8192  # likewise, of dy
 
@@ -88,11 +93,37 @@ class Config:
         """r rows of x are in use at a time, and one more until the step after has begun."""
         return self.stages + r
 
+    def tiles(self, one: _Problem) -> int:
+        return cdiv(one.k, self.k) * cdiv(one.c, self.c) * one.filter[1]
+
     def parts(self, one: _Problem, target: Target) -> int:
         """Into how many parts the images are split; none is empty."""
-        tiles = cdiv(one.k, self.k) * cdiv(one.c, self.c) * one.filter[1]
-        wanted = max(1, min(one.groups, target.sm_count * self.rounds // tiles))
+        wanted = max(1, min(one.groups, target.sm_count * self.rounds // self.tiles(one)))
         return cdiv(one.groups, cdiv(one.groups, wanted))
+
+
+@dataclass(frozen=True)
+class TileConfig(Config):
+    """The same of one tap, on sm_89 and sm_120, where every warp copies and multiplies.
+
+    Of the `stages` steps that are under way the oldest is in registers.
+    """
+
+    def is_valid(self, r: int, promoted: bool, target: Target) -> bool:  # noqa: ARG002 - a tile has one tap
+        sums = self.k * self.c // (32 * self.num_warps) * (2 if promoted else 1)
+        return (
+            target.arch in _TILED
+            and self.num_warps in (4, 8)
+            and self.stages >= 3
+            and self.rounds >= 1
+            and self.k in (64, 128)
+            and self.c in (16, 32, 64, 128)
+            and sums <= _TILE_ACCUMULATORS
+            and (self.stages - 1) * (self.k + self.c) * _ROW_BYTES <= target.shared_bytes
+        )
+
+    def tiles(self, one: _Problem) -> int:
+        return one.filter[0] * super().tiles(one)
 
 
 @dataclass(frozen=True)
@@ -173,41 +204,26 @@ def plan(
     """The two launches for one call; db is the last one's argument `db_ptr`. Runs nothing."""
     one = _problem(dy, x, inverse, kernel_size, dy_row, x_row, promote)
     target, (r, s) = target or target_of(x), one.filter
+    kind = TileConfig if target.arch in _TILED else Config
 
     def valid(config: Config) -> bool:
         return config.is_valid(r, promote > 0, target)
 
     if config is None:
         given = {"dy": dy, "x": x, "inverse": inverse, "kernel_size": kernel_size, "dy_row": dy_row, "x_row": x_row}
-        config = tuned_config(OP, Config, valid, **given, promote=promote)
+        config = tuned_config(OP, kind, valid, **given, promote=promote)
         config = config or next(iter(_configs(one, target)), None)
     if config is None or not valid(config):
         _refuse(f"{config} is not valid for {one.conv} on {target.arch}")
-    images, words = box_of(one.w)
     parts = config.parts(one, target)
     dw = torch.empty((one.k, one.c, r, s), dtype=torch.bfloat16, device=x.device, memory_format=torch.channels_last)
     db = torch.empty(one.k, dtype=torch.float32, device=x.device)
     sums = torch.empty((parts, dw.numel()), dtype=torch.float32, device=x.device)
-    tiles = cdiv(one.k, config.k) * cdiv(one.c, config.c) * s
-    multiply = Launch(
-        kernel=conv2d_wgrad_fp8_kernel,
-        grid=(min(tiles * parts, target.sm_count),),
-        arguments={
-            "x_desc": words_map(x, config.c),
-            "dy_desc": words_map(dy, config.k),
-            "parts_ptr": sums,
-            "images": one.n,
-            "across": one.w // words,
-        },
-        constants={
-            "C": one.c, "K": one.k, "R": r, "S": s, "QUARTER": one.h // 4, "PARTS": parts, "BOX_N": images,
-            "BOX_W": words, "BLOCK_K": config.k, "BLOCK_C": config.c, "X_STAGES": config.x_stages(r),
-            "DY_STAGES": config.stages, "SPAN": one.span, "PROMOTED": promote > 0,
-        },
-        num_warps=config.num_warps,
-        num_stages=1,
-        output=sums,
-    )  # fmt: skip
+    programs = config.tiles(one) * parts
+    if isinstance(config, TileConfig):
+        multiply = _multiply_tiles(dy, x, sums, one, config, programs)
+    else:
+        multiply = _multiply_columns(dy, x, sums, one, config, min(programs, target.sm_count))
     at_once = min(16, next_power_of_2(parts))
     block = _SUM_ELEMENTS // at_once
     return LastLaunch(
@@ -228,6 +244,43 @@ def plan(
     )  # fmt: skip
 
 
+def _multiply_columns(dy: Tensor, x: Tensor, sums: Tensor, one: _Problem, config: Config, programs: int) -> Launch:
+    return Launch(
+        kernel=conv2d_wgrad_fp8_kernel,
+        grid=(programs,),
+        arguments={
+            "x_desc": words_map(x, config.c), "dy_desc": words_map(dy, config.k), "parts_ptr": sums, "images": one.n,
+            "across": one.w // box_of(one.w)[1],
+        },
+        constants=_constants(one, config, len(sums))
+        | {"X_STAGES": config.x_stages(one.filter[0]), "DY_STAGES": config.stages},
+        num_warps=config.num_warps,
+        num_stages=1,
+        output=sums,
+    )  # fmt: skip
+
+
+def _multiply_tiles(dy: Tensor, x: Tensor, sums: Tensor, one: _Problem, config: TileConfig, programs: int) -> Launch:
+    return Launch(
+        kernel=conv2d_wgrad_fp8_tl_kernel,
+        grid=(programs,),
+        arguments={"dy_ptr": dy, "x_ptr": x, "parts_ptr": sums, "images": one.n},
+        constants=_constants(one, config, len(sums)) | {"W": one.w},
+        num_warps=config.num_warps,
+        num_stages=config.stages,
+        output=sums,
+    )
+
+
+def _constants(one: _Problem, config: Config, parts: int) -> dict[str, int | float | bool | str]:
+    """Of both kernels."""
+    (r, s), (images, words) = one.filter, box_of(one.w)
+    return {
+        "C": one.c, "K": one.k, "R": r, "S": s, "QUARTER": one.h // 4, "PARTS": parts, "BOX_N": images, "BOX_W": words,
+        "BLOCK_K": config.k, "BLOCK_C": config.c, "SPAN": one.span, "PROMOTED": one.promote > 0,
+    }  # fmt: skip
+
+
 def conv2d_wgrad_fp8(
     dy: Tensor, x: Tensor, inverse: Tensor, *, kernel_size: Sequence[int], dy_row: int, x_row: int, promote: int = 128
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -243,12 +296,17 @@ def conv2d_wgrad_fp8(
 
 def _configs(one: _Problem, target: Target) -> tuple[Config, ...]:
     """What is worth timing, the likeliest first."""
-    sizes = ((128, 64, 6, 8), (128, 128, 4, 8), (64, 64, 8, 4), (256, 64, 4, 8), (128, 32, 8, 8), (64, 128, 6, 4))
-    sizes += ((64, 32, 8, 4), (128, 256, 3, 8), (64, 16, 8, 4))
     tallest, widest = max(64, next_power_of_2(one.k)), max(16, next_power_of_2(one.c))
-    configs = (Config(*numbers, rounds) for rounds, numbers in product((1, 2), sizes))
-    fit = (c for c in configs if c.k <= tallest and c.c <= widest)
-    return tuple(c for c in fit if c.is_valid(one.filter[0], one.promote > 0, target))
+    if target.arch in _TILED:
+        sizes = ((128, 64, 4, 8), (64, 64, 4, 4), (128, 128, 4, 8), (64, 128, 4, 8), (64, 32, 5, 4), (64, 16, 5, 4))
+        tiles = (TileConfig(*numbers, rounds) for rounds, numbers in product((2, 4), sizes))
+        configs = tuple(c for c in tiles if c.c == widest or 64 <= c.c < widest)
+    else:
+        sizes = ((128, 64, 6, 8), (128, 128, 4, 8), (64, 64, 8, 4), (256, 64, 4, 8), (128, 32, 8, 8), (64, 128, 6, 4))
+        sizes += ((64, 32, 8, 4), (128, 256, 3, 8), (64, 16, 8, 4))
+        columns = (Config(*numbers, rounds) for rounds, numbers in product((1, 2), sizes))
+        configs = tuple(c for c in columns if c.c <= widest)
+    return tuple(c for c in configs if c.k <= tallest and c.is_valid(one.filter[0], one.promote > 0, target))
 
 
 def _problem(

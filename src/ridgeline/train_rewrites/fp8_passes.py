@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -10,6 +11,11 @@ from ridgeline.kernels._quads import why_not
 from ridgeline.train_rewrites.use_convolutions import Convolution
 
 PASSES = ("fprop", "dgrad", "wgrad")
+ARCHITECTURES = {  # that each pass has a kernel for: conv2d_fp8 is the first two, conv2d_wgrad_fp8 the last
+    "fprop": ("sm_89", "sm_90", "sm_120"),
+    "dgrad": ("sm_89", "sm_90", "sm_120"),
+    "wgrad": ("sm_89", "sm_90", "sm_120"),
+}
 MULTIPLE = 16  # of filters and channels
 _FILTER_ROWS = (1, 3)  # of conv2d_wgrad_fp8
 
@@ -26,13 +32,29 @@ def takes(conv: Convolution) -> bool:
     return same and conv.dtype == torch.bfloat16 and conv.weight[0] % MULTIPLE == conv.weight[1] % MULTIPLE == 0
 
 
+def architecture_of(device: torch.device) -> str:
+    """The GPU's: "sm_90"; "" without one, where operators run by their references."""
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device)) if device.type == "cuda" else ""
+
+
 def impossible_passes(conv: Convolution) -> dict[str, str]:
     """The passes that have no kernel, and why; `conv` has stride 1, keeps the size, and channels that 16 divides."""
-    rows = conv.weight[2]
-    reason = why_not(*conv.x[2:]) or ("" if rows in _FILTER_ROWS else f"filters have {rows} rows, not 1 or 3")
-    return {"wgrad": reason} if reason else {}
+    rows, arch = conv.weight[2], architecture_of(conv.device)
+    shape = why_not(*conv.x[2:]) or ("" if rows in _FILTER_ROWS else f"filters have {rows} rows, not 1 or 3")
+    missing = {
+        name: f"its FP8 kernel is for {listed(known)}, and the GPU is {arch}"
+        for name, known in ARCHITECTURES.items()
+        if arch and arch not in known
+    }
+    return ({"wgrad": shape} if shape else {}) | missing
+
+
+def listed(architectures: Sequence[str]) -> str:
+    """In words: "sm_89, sm_90 and sm_120"."""
+    *others, last = architectures
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def chosen_passes(conv: Convolution, *, by_norm: bool) -> frozenset[str]:  # noqa: ARG001
-    """Every pass that has a kernel: fprop and dgrad always, wgrad where it can."""
+    """Every pass that has a kernel."""
     return frozenset(PASSES) - impossible_passes(conv).keys()
