@@ -15,7 +15,6 @@ import builtins
 import inspect
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import prod
@@ -77,10 +76,37 @@ class Pointer:
     __radd__ = __add__
 
 
+class Turns(threading.Condition):
+    """Knows of a kernel's partitions who waits for what, so that one can let the others go on as far as they can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.partitions = 0
+        self.resting = 0  # partitions that have ended, or wait here
+        self.waits: list[tuple[Barrier, int]] = []  # barriers that others wait for, with the phase that must end
+
+    def yield_(self) -> None:
+        """Return when nobody else can go on."""
+        with self:
+            self.resting += 1
+            self.notify_all()
+            assert self.wait_for(self._all_rest, DEADLOCK_S), "a partition does not end"
+            self.resting -= 1
+
+    def end(self) -> None:
+        with self:
+            self.resting += 1
+            self.notify_all()
+
+    def _all_rest(self) -> bool:
+        # whose phase is over goes on as soon as it is its turn
+        return self.resting + sum(barrier.phase == phase for barrier, phase in self.waits) >= self.partitions
+
+
 class Barrier:
     """mbarrier: a phase is over when all have arrived and all expected bytes are there."""
 
-    def __init__(self, shared: threading.Condition) -> None:
+    def __init__(self, shared: Turns) -> None:
         self.shared, self.count, self.pending, self.bytes, self.phase = shared, 0, 0, 0, 0
 
     def init(self, count: int) -> None:
@@ -98,7 +124,11 @@ class Barrier:
 
     def wait(self, phase: int) -> None:
         with self.shared:
-            assert self.shared.wait_for(lambda: self.phase != phase, DEADLOCK_S), "deadlock"
+            self.shared.waits.append((self, phase))
+            self.shared.notify_all()
+            over = self.shared.wait_for(lambda: self.phase != phase, DEADLOCK_S)
+            self.shared.waits.remove((self, phase))
+        assert over, "deadlock"
 
 
 class Shared:
@@ -153,7 +183,7 @@ class Interpreter:
     def __init__(self, launch: Any, edit: Edit) -> None:
         self.launch = launch
         self.edit = edit
-        self.condition = threading.Condition()
+        self.turns = Turns()
         self.in_flight: deque[Product] = deque()
         self.program = 0
         self.failures: list[BaseException] = []
@@ -231,7 +261,7 @@ class Interpreter:
 
     def _allocate(self, dtype: Any, shape: Sequence[int], _layout: Any) -> Any:
         if dtype == "barriers":
-            barriers = [Barrier(self.condition) for _ in builtins.range(shape[0])]
+            barriers = [Barrier(self.turns) for _ in builtins.range(shape[0])]
             return SimpleNamespace(index=lambda at: barriers[at])
         size = prod(shape) * dtype.torch.itemsize
         made = torch.full((size,), 0x7F, dtype=torch.uint8)  # NaN in every format but bf16, where it is huge
@@ -243,7 +273,9 @@ class Interpreter:
                 partition(*arguments)
             except BaseException as error:
                 self.failures.append(error)
+            self.turns.end()
 
+        self.turns.partitions, self.turns.resting = len(partitions), 0
         threads = [threading.Thread(target=guarded, args=one, daemon=True) for one in partitions]
         for thread in threads:
             thread.start()
@@ -262,7 +294,7 @@ class Interpreter:
 
     def _wait(self, num_outstanding: int, deps: Sequence[Any]) -> Any:
         # whoever may go on does so before the products are read
-        time.sleep(0.0002)
+        self.turns.yield_()
         while len(self.in_flight) > num_outstanding:
             self.in_flight.popleft().compute()
         done = tuple(one.value if isinstance(one, Product) and one.value is not None else one for one in deps)
