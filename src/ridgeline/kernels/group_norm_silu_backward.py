@@ -235,7 +235,7 @@ def group_norm_silu_backward_summed(
 ) -> SummedGradients:
     call = BackwardCall(x, gamma, beta, scale, shift, seed, offset, groups, eps, act, p, dy, residual)
     launch = plan(sum_dx=True, **vars(call))
-    dx_sum = _zero_sum(x)
+    dx_sum = _empty_sum(x)
     found = run(call, launch, dx_sum)
     if not _sums_dx(launch):
         dx_sum = _sum(launch.output)
@@ -245,7 +245,7 @@ def group_norm_silu_backward_summed(
 def run(call: BackwardCall, launch: Launch, dx_sum: Tensor | None = None) -> ParameterGradients:
     """Run `launch` and the one after it, which makes dgamma, dbeta, dscale and dshift: those are returned.
 
-    `dx_sum` is written if the launch sums dx.
+    `dx_sum` is written if the launch sums dx, or there is nothing to sum.
     """
     found = empty_gradients(call.x, call.gamma, call.beta, call.scale, call.shift)
     if call.x.numel():
@@ -253,7 +253,7 @@ def run(call: BackwardCall, launch: Launch, dx_sum: Tensor | None = None) -> Par
         launch.run()
         parameters_launch(call, launch, found, dx_sum).run()
     else:
-        for gradient in found:
+        for gradient in found if dx_sum is None else (*found, dx_sum):
             gradient.zero_()
     return found
 
@@ -302,8 +302,8 @@ def _sum(dx: Tensor) -> Tensor:
     return dx.sum((0, 2, 3), dtype=torch.promote_types(dx.dtype, torch.float32))
 
 
-def _zero_sum(x: Tensor) -> Tensor:
-    return x.new_zeros(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
+def _empty_sum(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def _like(tensor: Tensor | None, x: Tensor) -> Tensor:
@@ -331,7 +331,7 @@ def _on_cpu(*args: Any, **kwargs: Any) -> Gradients:
 
 def _fake_summed(dy: Tensor, x: Tensor, *parameters: Any, **choices: Any) -> SummedGradients:
     dx, *others = _fake(dy, x, *parameters, **choices)
-    return dx, _zero_sum(x), *others  # pyright: ignore[reportReturnType]
+    return dx, _empty_sum(x), *others  # pyright: ignore[reportReturnType]
 
 
 def _summed_on_cpu(*args: Any, **kwargs: Any) -> SummedGradients:
