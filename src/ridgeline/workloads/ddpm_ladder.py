@@ -24,7 +24,7 @@ from ridgeline.train_rewrites.use_convolutions import Convolution
 from ridgeline.train_step import TrainStep, compile_step
 from ridgeline.train_tuning import convolutions, tune_step
 from ridgeline.tuned import Row
-from ridgeline.workloads.diffusion import linear_schedule, sample_timesteps, training_loss
+from ridgeline.workloads.diffusion import Loss, linear_schedule, noise_loss
 from ridgeline.workloads.image_sets import Images, load_images
 from ridgeline.workloads.loader import Batches
 from ridgeline.workloads.sampling import channels_last
@@ -35,7 +35,6 @@ CLIP = 1.0
 WRITEUP_GPU = "RTX 4070"
 
 Step = Callable[[], object]
-Loss = Callable[[nn.Module, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -223,7 +222,7 @@ def build(rung: Rung, conditions: Conditions, *, operators: bool = False) -> Bui
     model = UNet(conditions.network).to(device)
     model = channels_last(model) if rung.channels_last else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, fused=True if rung.fused else None)
-    ema, loss = Ema(model), _loss(device)
+    ema, loss = Ema(model), noise_loss(linear_schedule().to(device))
     if rung.graph != "step":
         return Built(_plain_step(rung, loader, model, loss, optimizer, ema))
     captured = _captured(rung, model, loss, optimizer, next(loader), ema)
@@ -251,17 +250,7 @@ def _example(conditions: Conditions) -> tuple[nn.Module, Loss, Tensor]:
     network = conditions.network
     batch = torch.zeros((conditions.batch, network.in_channels, network.image_size, network.image_size), device=device)
     batch = batch.contiguous(memory_format=torch.channels_last)
-    return channels_last(UNet(network).to(device)), _loss(device), batch
-
-
-def _loss(device: torch.device) -> Loss:
-    """The training loss on clean images, at random time steps and noise."""
-    schedule = linear_schedule().to(device)
-
-    def loss(model: nn.Module, x0: Tensor) -> Tensor:
-        return training_loss(model, x0, sample_timesteps(x0.shape[0], schedule), torch.randn_like(x0), schedule)
-
-    return loss
+    return channels_last(UNet(network).to(device)), noise_loss(linear_schedule().to(device)), batch
 
 
 def _captured(

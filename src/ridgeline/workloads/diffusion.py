@@ -21,7 +21,9 @@ from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+Loss = Callable[[nn.Module, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +95,15 @@ def training_loss(
             f"training_loss: the model must return the shape of eps, {list(eps.shape)}, got {list(estimate.shape)}"
         )
     return F.mse_loss(estimate.float(), eps.float())
+
+
+def noise_loss(schedule: Schedule) -> Loss:
+    """The training loss of a model on clean images, at random time steps and noise, in the autocast around it."""
+
+    def loss(model: nn.Module, x0: Tensor) -> Tensor:
+        return training_loss(model, x0, sample_timesteps(x0.shape[0], schedule), torch.randn_like(x0), schedule)
+
+    return loss
 
 
 def clean_estimate(x_t: Tensor, eps: Tensor, t: Tensor, schedule: Schedule) -> Tensor:

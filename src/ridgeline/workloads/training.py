@@ -32,7 +32,7 @@ from ridgeline.workloads.checkpoint import (
     seed_,
     set_random_state_,
 )
-from ridgeline.workloads.diffusion import Schedule, sample_timesteps, training_loss
+from ridgeline.workloads.diffusion import Loss, Schedule, noise_loss, training_loss
 from ridgeline.workloads.image_sets import Images, load_images
 from ridgeline.workloads.interrupts import interruptible
 from ridgeline.workloads.loader import Batches, Position, to_model_range
@@ -49,8 +49,6 @@ VALIDATION_SEED = 20_240
 _SCALES = ("fp8", "scaler")  # of a step's state, what no other part of a checkpoint holds
 # what loading raises when a field is absent, of another type or of another size
 _MISFIT = (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError, RuntimeError)
-
-Loss = Callable[[nn.Module, Tensor], Tensor]
 
 
 class Step(Protocol):
@@ -171,15 +169,6 @@ def choose_device(name: torch.device | str) -> torch.device:
             f"--device {name}: torch sees no CUDA GPU; use --device cpu, or run `ridgeline doctor`"
         )
     return torch.device(name)
-
-
-def noise_loss(schedule: Schedule) -> Loss:
-    """The training loss of a model on clean images, at random time steps and noise, in the autocast around it."""
-
-    def loss(model: nn.Module, x0: Tensor) -> Tensor:
-        return training_loss(model, x0, sample_timesteps(x0.shape[0], schedule), torch.randn_like(x0), schedule)
-
-    return loss
 
 
 def ddpm_loss(schedule: Schedule, dtype: str | None) -> Loss:
