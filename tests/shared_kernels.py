@@ -6,9 +6,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from ridgeline import tuned
-from ridgeline.kernels._op import RIVAL, Launch, Op, typical_target
+from ridgeline.kernels import conv2d_wgrad_fp8
+from ridgeline.kernels._op import RIVAL, Launch, Op, Target, typical_target
 from ridgeline.numerics import compare, to_float64
 
 SM_90 = typical_target("sm_90")
@@ -61,3 +63,35 @@ def plant_rows(
 
     for module in modules:
         monkeypatch.setattr(module, "tuned_row", row)
+
+
+def right_gradients(arguments: Mapping[str, Any], config: Any = None, *, target: Target = SM_90) -> Launch:
+    """Launch conv2d_wgrad_fp8 and compare both results with float64."""
+    launch = conv2d_wgrad_fp8.plan(config=config, target=target, **arguments)
+    db = launch.arguments["db_ptr"]
+    assert isinstance(db, torch.Tensor)
+    for tensor in (launch.output, launch.parts[0].output, db):
+        tensor.fill_(float("nan"))
+    launch.run()
+    # conv2d's own sums of FP8 values in fp32: TF32 would round them
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        eager, eager_db = conv2d_wgrad_fp8.gradients(**arguments)
+    exact, exact_db = conv2d_wgrad_fp8.gradients(**to_float64(arguments))
+    # the interpreter multiplies exactly: only the rounding to bf16 is allowed for
+    eps = conv2d_wgrad_fp8.eps(**arguments) if db.is_cuda else None
+    for found, wide, theirs in ((launch.output, exact, eager), (db, exact_db, eager_db)):
+        verdict = compare(found, wide, theirs, eps=eps)
+        assert verdict.passed, f"{config}: {verdict.reason}"
+    return launch
+
+
+def whole(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Of small whole numbers every product and sum is exact, in any order."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.copy_(torch.randint(-2, 3, value.shape, generator=generator))
+
+    return {name: drawn(value) for name, value in arguments.items()}

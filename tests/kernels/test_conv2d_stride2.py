@@ -16,7 +16,7 @@ from ridgeline.kernels import PASSES, conv2d_dgrad, conv2d_fprop, conv2d_wgrad
 from ridgeline.kernels._conv2d_pass import Config, box_count
 from ridgeline.kernels._op import RIVAL, typical_target
 from ridgeline.numerics import compare, to_float64
-from shared_kernels import right, sizes_of_one_kernel
+from shared_kernels import right, sizes_of_one_kernel, whole
 
 SM_90 = typical_target("sm_90")
 # one program, so that a ring goes round from tile to tile
@@ -34,18 +34,6 @@ def arguments_of(op, size, c, k, filter_size, padding, *, dtype=torch.float16, d
     if op is conv2d_dgrad.OP:
         return {**dy, **choices}
     return {"dy": dy["dy"], "x": x["x"], "kernel_size": filter_size, **choices}
-
-
-def whole(arguments):
-    """Of small whole numbers every product and sum is exact, in any order."""
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(value):
-        if not isinstance(value, torch.Tensor):
-            return value
-        return value.copy_(torch.randint(-2, 3, value.shape, generator=generator))
-
-    return {name: drawn(value) for name, value in arguments.items()}
 
 
 def interpreted(op, arguments, config=None, *, target=SM_90, edit: gluon_interpreter.Edit = str):

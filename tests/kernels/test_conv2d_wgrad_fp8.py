@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from ridgeline.kernels import _quads, conv2d_wgrad_fp8
 from ridgeline.kernels._op import typical_target
 from ridgeline.kernels.conv2d_wgrad_fp8 import wgrad_fp8_sample
-from ridgeline.numerics import compare, to_float64
+from shared_kernels import right_gradients
 
 SM_90 = typical_target("sm_90")
 OP = conv2d_wgrad_fp8.OP
@@ -133,33 +133,18 @@ def test_what_cannot_be_computed_is_refused(change, message):
 # --- on a GPU --------------------------------------------------------------------------------------------------------
 
 
-def right(arguments, config=None):
-    launch = conv2d_wgrad_fp8.plan(config=config, target=SM_90, **arguments)
-    db = launch.arguments["db_ptr"]
-    for tensor in (launch.output, launch.parts[0].output, db):
-        tensor.fill_(float("nan"))  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
-    launch.run()
-    # conv2d's own sums of FP8 values in fp32: TF32 would round them
-    with torch.backends.cudnn.flags(allow_tf32=False):
-        eager, eager_db = conv2d_wgrad_fp8.gradients(**arguments)
-    exact, exact_db = conv2d_wgrad_fp8.gradients(**to_float64(arguments))
-    for found, wide, theirs in ((launch.output, exact, eager), (db, exact_db, eager_db)):
-        verdict = compare(found, wide, theirs, eps=conv2d_wgrad_fp8.eps(**arguments))  # pyright: ignore
-        assert verdict.passed, f"{config}: {verdict.reason}"
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("sample", OP.samples, ids=lambda s: s.why)
 def test_every_candidate_is_right(sample):
     arguments = sample.arguments(E4M3, "cuda")
     for config in conv2d_wgrad_fp8.candidates(**arguments):
-        right(arguments, config)
+        right_gradients(arguments, config)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("promote", [0, 128, 256, 1024])
 def test_every_promotion_is_right(promote):
-    right(wgrad_fp8_sample("", (64, 128, 32, 32), (128, 3, 3), promote=promote).arguments(E4M3, "cuda"))
+    right_gradients(wgrad_fp8_sample("", (64, 128, 32, 32), (128, 3, 3), promote=promote).arguments(E4M3, "cuda"))
 
 
 @pytest.mark.gpu

@@ -10,8 +10,8 @@ from ridgeline.kernels._conv2d_wgrad_fp8_tl import conv2d_wgrad_fp8_tl_kernel
 from ridgeline.kernels._op import Launch, typical_target
 from ridgeline.kernels._quads import quads_shape
 from ridgeline.kernels.conv2d_wgrad_fp8 import Config, TileConfig, wgrad_fp8_sample
-from ridgeline.numerics import compare, to_float64
 from ridgeline.sass import SassReport, compile_many, inspect
+from shared_kernels import right_gradients
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -23,24 +23,6 @@ GPU_OF = {sm_count: replace(typical_target("sm_89"), sm_count=sm_count) for sm_c
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
-
-
-def right(arguments, config, target):
-    launch = conv2d_wgrad_fp8.plan(config=config, target=target, **arguments)
-    db = launch.arguments["db_ptr"]
-    for tensor in (launch.output, launch.parts[0].output, db):
-        tensor.fill_(float("nan"))  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
-    launch.run()
-    # conv2d's own sums of FP8 values in fp32: TF32 would round them
-    with torch.backends.cudnn.flags(allow_tf32=False):
-        eager, eager_db = conv2d_wgrad_fp8.gradients(**arguments)
-    exact, exact_db = conv2d_wgrad_fp8.gradients(**to_float64(arguments))
-    for found, wide, theirs in ((launch.output, exact, eager), (db, exact_db, eager_db)):
-        # the interpreter multiplies exactly: only the rounding to bf16 is allowed for
-        eps = conv2d_wgrad_fp8.eps(**arguments) if HAS_GPU else None
-        verdict = compare(found, wide, theirs, eps=eps)  # pyright: ignore[reportArgumentType]
-        assert verdict.passed, verdict.reason
-    return launch
 
 
 @pytest.mark.parametrize(
@@ -57,14 +39,14 @@ def right(arguments, config, target):
 )
 def test_it_is_what_float64_finds(x, weight, promote):
     arguments = wgrad_fp8_sample("", x, weight, promote=promote).arguments(E4M3, DEVICE)
-    right(arguments, None, GPU_OF[1])
+    right_gradients(arguments, target=GPU_OF[1])
 
 
 @pytest.mark.parametrize("promote", [0, 128])
 def test_parts_share_the_images(promote):
     arguments = wgrad_fp8_sample("", (5, 16, 4, 32), (16, 1, 3), promote=promote).arguments(E4M3, DEVICE)
     # two images, two, and one, for each of three taps
-    launch = right(arguments, TileConfig(64, 16, 3, 4, 1), GPU_OF[9])
+    launch = right_gradients(arguments, TileConfig(64, 16, 3, 4, 1), target=GPU_OF[9])
     assert launch.parts[0].constants["PARTS"] == 3 and launch.parts[0].grid == (9,)
 
 

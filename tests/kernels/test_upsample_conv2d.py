@@ -19,7 +19,7 @@ from ridgeline.kernels._upsample_conv2d import phase_gradients_kernel, phase_wei
 from ridgeline.kernels._upsample_conv2d_call import phase_weights
 from ridgeline.numerics import compare, to_float64
 from ridgeline.sass import compile_many, inspect
-from shared_kernels import right, sizes_of_one_kernel
+from shared_kernels import right, sizes_of_one_kernel, whole
 
 SM_90 = typical_target("sm_90")
 # one program, so that a ring goes round from tile to tile
@@ -109,18 +109,6 @@ def test_the_weight_of_phases_is_rounded_once(dtype):
 
 
 # --- what the kernels compute, in plain Python -----------------------------------------------------------------------
-
-
-def whole(arguments):
-    """Of small whole numbers every product and sum is exact, in any order."""
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(value):
-        if not isinstance(value, torch.Tensor):
-            return value
-        return value.copy_(torch.randint(-2, 3, value.shape, generator=generator))
-
-    return {name: drawn(value) for name, value in arguments.items()}
 
 
 def interpreted(launch, *, edit: gluon_interpreter.Edit = str):
