@@ -182,12 +182,11 @@ class Interpreter:
 
     def __init__(self, launch: Any, edit: Edit) -> None:
         self.launch = launch
-        self.edit = edit
         self.turns = Turns()
         self.in_flight: deque[Product] = deque()
         self.program = 0
         self.failures: list[BaseException] = []
-        self.module = self._module(inspect.getmodule(launch.kernel.fn))
+        self.module = self._module(inspect.getmodule(launch.kernel.fn), edit)
 
     def run(self) -> None:
         kernel = getattr(self.module, self.launch.kernel.fn.__name__)
@@ -197,11 +196,11 @@ class Interpreter:
             self.program = program
             kernel(**arguments, **self.launch.constants)
 
-    def _module(self, original: ModuleType | None) -> ModuleType:
+    def _module(self, original: ModuleType | None, edit: Edit = str) -> ModuleType:
         """The kernel's module, its own modules of the same kind included, on stand-ins."""
         assert original is not None and original.__file__ is not None
         made = ModuleType(original.__name__)
-        source = self.edit(Path(original.__file__).read_text(encoding="utf-8"))
+        source = edit(Path(original.__file__).read_text(encoding="utf-8"))
         names: dict[str, Any] = {"range": lambda *ends: map(Number, builtins.range(*map(int, ends)))}
         names["__import__"] = self._import
         made.__dict__["__builtins__"] = {**vars(builtins), **names}

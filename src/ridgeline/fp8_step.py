@@ -349,9 +349,9 @@ def paying_passes(conv: Convolution, *, by_norm: bool) -> frozenset[str]:
 def _why_not_here(device: torch.device, choose: Chooser) -> str:
     if device.type != "cuda":
         return ""
-    arch, known = architecture_of(device), ARCHITECTURES["fprop"]
-    if arch not in known:
-        return f"FP8 convolutions are for {listed(known)}, and the GPU is {arch}"
+    arch = architecture_of(device)
+    if arch not in ARCHITECTURES:
+        return f"FP8 convolutions are for {listed(ARCHITECTURES)}, and the GPU is {arch}"
     if choose is paying_passes:
         try:
             _spec(device)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 BF16_EPS = 2.0**-7
+_FP8_CUT = 2.0**-13  # the last bit that Hopper's FP8 sums keep: DeepSeek-V3's technical report, section 3.3.2
 TF32_EPS = 2.0**-10  # ten explicit mantissa bits, as fp16; the storage dtype is fp32, so `finfo` cannot know
 
 
@@ -80,6 +81,11 @@ def compare(
         nonfinite=nonfinite,
         numel=actual.numel(),
     )
+
+
+def fp8_sum_eps(products: int) -> float:
+    """Of a sum of so many FP8 products, rounded to bf16: each instruction, 32 of them, cuts off, always to one side."""
+    return BF16_EPS + products / 32 * _FP8_CUT
 
 
 def judge(

@@ -22,6 +22,7 @@ from ridgeline.kernels._op import Target
 
 DTYPES = (torch.float16, torch.bfloat16)
 PHASE_GRANULE = 16  # channels of a phase that one instruction reduces, and the narrowest tile
+SUM_ELEMENTS = 2048  # of parts of a weight gradient that a program adds up at once
 WGRAD_PIXELS = 64  # of a box, which are reduced together: four instructions
 
 _GLUON = {
@@ -264,6 +265,12 @@ def wgrad_configs(conv: ConvProblem, size: int, target: Target) -> tuple[WgradCo
     configs = (WgradConfig(*numbers, rounds) for rounds, numbers in product((1, 2), sizes))
     fit = (c for c in configs if c.k <= tallest and c.c <= widest and c.taps <= conv.taps)
     return tuple(c for c in fit if c.is_valid(size, target))
+
+
+def summed_at_once(parts: int) -> tuple[int, int]:
+    """(parts, elements of each) that a program which adds parts of a weight gradient loads together."""
+    at_once = min(16, next_power_of_2(parts))
+    return at_once, SUM_ELEMENTS // at_once
 
 
 def step_of(reduced: int, size: int) -> int:

@@ -27,6 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ridgeline.kernels._conv2d_wgrad_gluon import _share, _units
+
 
 @gluon.jit
 def conv2d_wgrad_fp8_kernel(
@@ -64,30 +66,6 @@ def conv2d_wgrad_fp8_kernel(
 
 
 @gluon.jit
-def _share(
-    unit, groups, C: gl.constexpr, K: gl.constexpr, S: gl.constexpr, PARTS: gl.constexpr,
-    BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr,
-):  # fmt: skip
-    """(first k, first c, column of the filter, part, its first group, the group behind its last) of a unit of work."""
-    K_TILES: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    C_TILES: gl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
-    part = unit // (K_TILES * C_TILES * S)
-    each = gl.cdiv(groups, PARTS)
-    k = unit % K_TILES * BLOCK_K
-    c = unit // K_TILES % C_TILES * BLOCK_C
-    column = unit // (K_TILES * C_TILES) % S
-    return k, c, column, part, gl.minimum(part * each, groups), gl.minimum(part * each + each, groups)
-
-
-@gluon.jit
-def _units(
-    C: gl.constexpr, K: gl.constexpr, S: gl.constexpr, PARTS: gl.constexpr,
-    BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr,
-):  # fmt: skip
-    return ((K + BLOCK_K - 1) // BLOCK_K) * ((C + BLOCK_C - 1) // BLOCK_C) * S * PARTS
-
-
-@gluon.jit
 def _copy(
     x_desc, dy_desc, rings, groups, across,
     C: gl.constexpr, K: gl.constexpr, R: gl.constexpr, S: gl.constexpr, QUARTER: gl.constexpr, PARTS: gl.constexpr,
@@ -97,8 +75,8 @@ def _copy(
     a, b, dy_full, dy_empty, x_full, x_empty = rings
     x_step = 0
     dy_step = 0
-    for unit in range(gl.program_id(0), _units(C, K, S, PARTS, BLOCK_K, BLOCK_C), gl.num_programs(0)):
-        k, c, column, _, first, last = _share(unit, groups, C, K, S, PARTS, BLOCK_K, BLOCK_C)
+    for unit in range(gl.program_id(0), _units(C, K, S, PARTS, BLOCK_K, BLOCK_C, 1), gl.num_programs(0)):
+        k, c, column, _, first, last = _share(unit, groups, C, K, S, PARTS, BLOCK_K, BLOCK_C, 1)
         for group in range(first, last):
             n = group // across * BOX_N
             w = group % across * BOX_W
@@ -133,8 +111,8 @@ def _multiply(
     )
     x_step = 0
     dy_step = 0
-    for unit in range(gl.program_id(0), _units(C, K, S, PARTS, BLOCK_K, BLOCK_C), gl.num_programs(0)):
-        k_first, c_first, column, part, first, last = _share(unit, groups, C, K, S, PARTS, BLOCK_K, BLOCK_C)
+    for unit in range(gl.program_id(0), _units(C, K, S, PARTS, BLOCK_K, BLOCK_C, 1), gl.num_programs(0)):
+        k_first, c_first, column, part, first, last = _share(unit, groups, C, K, S, PARTS, BLOCK_K, BLOCK_C, 1)
         total = _zeros(R, BLOCK_K, BLOCK_C, layout)
         acc = _zeros(R, BLOCK_K, BLOCK_C, layout)
         for _ in range(first, last):

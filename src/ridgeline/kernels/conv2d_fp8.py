@@ -34,9 +34,8 @@ from ridgeline.kernels._conv2d_launch import Product
 from ridgeline.kernels._conv2d_pass import Config, Pass, forward_pass, tile_configs
 from ridgeline.kernels._nhwc import cdiv, next_power_of_2, pixel_pitch, random_nhwc
 from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
-from ridgeline.numerics import BF16_EPS
+from ridgeline.numerics import fp8_sum_eps
 
-_CUT = 2.0**-13  # the last bit that Hopper's FP8 sums keep: DeepSeek-V3's technical report, section 3.3.2
 OPERANDS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _GATHERING = ("sm_89", "sm_120")  # without wgmma; both have the same shared memory and the same FP8 instruction
 _ACCUMULATORS = 128  # fp32 a thread
@@ -99,7 +98,7 @@ def cost(x: Tensor, weight: Tensor, *_others: Tensor | None, padding: Sequence[i
 
 def eps(weight: Tensor, **_others: Any) -> float:
     """Rounding to bf16, and what an instruction, 32 products, cuts off the sum, at worst always to one side."""
-    return BF16_EPS + weight[0].numel() / 32 * _CUT
+    return fp8_sum_eps(weight[0].numel())
 
 
 def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config | GatherConfig, ...]:

@@ -109,18 +109,24 @@ def choice(x: Tensor, weight: Tensor, padding: Sequence[int], stride: int = 1) -
     if stride != 1 and not takes_stride_2(one.conv):
         # a gradient's row may be of another x, of which y is half
         return {}
-    dy = x.new_empty(one.y_shape)
-    calls: dict[str, tuple[Op, dict[str, Any]]] = {
-        "fprop": (OP, {"x": x, "weight": weight}),
-        "dgrad": (conv2d_dgrad.OP, {"dy": dy, "weight": weight}),
-        "wgrad": (conv2d_wgrad.OP, {"dy": dy, "x": x, "kernel_size": tuple(weight.shape[2:])}),
-    }
     found = {}
-    for name, (op, arguments) in calls.items():
-        row = tuned_row(op, **arguments, padding=tuple(padding), stride=stride)
+    for name, (op, arguments) in passes_of(x, weight, x.new_empty(one.y_shape), padding, stride).items():
+        row = tuned_row(op, **arguments)
         if row is not None:
             found[name] = row, row.seconds <= rival_seconds(row)
     return found
+
+
+def passes_of(
+    x: Tensor, weight: Tensor, dy: Tensor, padding: Sequence[int], stride: int = 1
+) -> dict[str, tuple[Op, dict[str, Any]]]:
+    """The op and arguments of each pass of a convolution, by "fprop", "dgrad", "wgrad"."""
+    choices = {"padding": tuple(padding), "stride": stride}
+    return {
+        "fprop": (OP, {"x": x, "weight": weight, **choices}),
+        "dgrad": (conv2d_dgrad.OP, {"dy": dy, "weight": weight, **choices}),
+        "wgrad": (conv2d_wgrad.OP, {"dy": dy, "x": x, "kernel_size": tuple(weight.shape[2:]), **choices}),
+    }
 
 
 def rival_seconds(row: tuned.Row) -> float:

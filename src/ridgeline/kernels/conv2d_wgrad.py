@@ -25,12 +25,18 @@ from torch import Tensor
 from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem, conv_weight_grad
 from ridgeline.kernels._conv2d_launch import weight_gradient_sums
-from ridgeline.kernels._conv2d_pass import DTYPES, Pass, WgradConfig, pass_of, torch_gradients, wgrad_configs
+from ridgeline.kernels._conv2d_pass import (
+    DTYPES,
+    Pass,
+    WgradConfig,
+    pass_of,
+    summed_at_once,
+    torch_gradients,
+    wgrad_configs,
+)
 from ridgeline.kernels._conv2d_wgrad_gluon import conv2d_wgrad_gluon_kernel, wgrad_parts_kernel
-from ridgeline.kernels._nhwc import cdiv, next_power_of_2, random_nhwc
+from ridgeline.kernels._nhwc import cdiv, random_nhwc
 from ridgeline.kernels._op import LastLaunch, Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
-
-_SUM_ELEMENTS = 2048  # that a program of four warps loads at once, 16 a thread
 
 
 def reference(dy: Tensor, x: Tensor, *, kernel_size: Sequence[int], padding: Sequence[int], stride: int = 1) -> Tensor:
@@ -68,8 +74,7 @@ def plan(
     sums, (r, s) = multiply.output, conv.filter
     parts = len(sums)
     dw = torch.empty((conv.k, conv.c, r, s), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    at_once = min(16, next_power_of_2(parts))
-    block = _SUM_ELEMENTS // at_once
+    at_once, block = summed_at_once(parts)
     return LastLaunch(
         kernel=wgrad_parts_kernel,
         grid=(cdiv(dw.numel(), block),),

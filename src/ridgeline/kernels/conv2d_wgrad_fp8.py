@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem, conv_weight_grad
-from ridgeline.kernels._conv2d_pass import torch_gradients
+from ridgeline.kernels._conv2d_pass import summed_at_once, torch_gradients
 from ridgeline.kernels._conv2d_wgrad_fp8_gluon import conv2d_wgrad_fp8_kernel, wgrad_fp8_sums_kernel
 from ridgeline.kernels._conv2d_wgrad_fp8_tl import conv2d_wgrad_fp8_tl_kernel
 from ridgeline.kernels._nhwc import cdiv, next_power_of_2, random_nhwc
@@ -48,15 +48,14 @@ from ridgeline.kernels._op import (
     tuned_config,
 )
 from ridgeline.kernels._quads import box_of, from_quads, quads_shape, to_quads, why_not, words_map
-from ridgeline.numerics import BF16_EPS
+from ridgeline.numerics import fp8_sum_eps
 
-_CUT = 2.0**-13  # see conv2d_fp8
+FILTER_ROWS = (1, 3)
 _ROW_BYTES = 128
 _SLACK_BYTES = 1024  # barriers, and what aligns the buffers
 _ACCUMULATORS = 192  # fp32 a thread, of products and of what they were promoted to
 _TILED = ("sm_89", "sm_120")  # FP8 products by mma.sync
 _TILE_ACCUMULATORS = 128  # likewise: operands go through registers too
-_SUM_ELEMENTS = 2048  # that a program of eight warps loads at once
 _SUM_WORDS = 8192  # likewise, of dy
 
 
@@ -189,7 +188,7 @@ def eps(
 ) -> float:  # fmt: skip
     """Rounding to bf16, and what an instruction, 32 products, cuts off the sum, at worst always to one side."""
     one = _problem(dy, x, inverse, kernel_size, dy_row, x_row, promote)
-    return BF16_EPS + (promote or one.n * one.h * one.w) / 32 * _CUT
+    return fp8_sum_eps(promote or one.n * one.h * one.w)
 
 
 def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
@@ -224,8 +223,7 @@ def plan(
         multiply = _multiply_tiles(dy, x, sums, one, config, programs)
     else:
         multiply = _multiply_columns(dy, x, sums, one, config, min(programs, target.sm_count))
-    at_once = min(16, next_power_of_2(parts))
-    block = _SUM_ELEMENTS // at_once
+    at_once, block = summed_at_once(parts)
     return LastLaunch(
         kernel=wgrad_fp8_sums_kernel,
         grid=(cdiv(dw.numel(), block) + one.k,),
@@ -325,7 +323,7 @@ def _problem(
         _refuse(reason)
     if c % 16 or k % 16:
         _refuse(f"channels must be multiples of 16, got {c} and {k}")
-    if r not in (1, 3) or s % 2 == 0 or s // 2 >= w:
+    if r not in FILTER_ROWS or s % 2 == 0 or s // 2 >= w:
         _refuse(f"kernel_size must have 1 or 3 rows and an odd number of columns, got {(r, s)}")
     if promote < 0 or promote % 128 or (promote and h // 4 % (promote // 128)):
         _refuse(f"promote must be 0, or a multiple of 128 that divides {32 * h}, got {promote}")

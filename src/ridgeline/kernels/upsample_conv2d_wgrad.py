@@ -24,9 +24,17 @@ from torch import Tensor
 from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem, conv_weight_grad
 from ridgeline.kernels._conv2d_launch import weight_gradient_sums
-from ridgeline.kernels._conv2d_pass import DTYPES, Pass, WgradConfig, pass_of, torch_gradients, wgrad_configs
+from ridgeline.kernels._conv2d_pass import (
+    DTYPES,
+    Pass,
+    WgradConfig,
+    pass_of,
+    summed_at_once,
+    torch_gradients,
+    wgrad_configs,
+)
 from ridgeline.kernels._conv2d_wgrad_gluon import conv2d_wgrad_gluon_kernel
-from ridgeline.kernels._nhwc import cdiv, next_power_of_2, random_nhwc
+from ridgeline.kernels._nhwc import cdiv, random_nhwc
 from ridgeline.kernels._op import LastLaunch, Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
 from ridgeline.kernels._upsample_conv2d import phase_gradients_kernel
 from ridgeline.kernels._upsample_conv2d_call import (
@@ -39,8 +47,6 @@ from ridgeline.kernels._upsample_conv2d_call import (
     upsample_pass,
     upsampled,
 )
-
-_SUM_ELEMENTS = 2048  # that a program of four warps loads at once, 16 a thread
 
 
 def reference(dy: Tensor, x: Tensor) -> Tensor:
@@ -75,8 +81,7 @@ def plan(dy: Tensor, x: Tensor, *, config: WgradConfig | None = None, target: Ta
     multiply = weight_gradient_sums(conv2d_wgrad_gluon_kernel, of_phases, (dy, x), config, target, phases=True)
     dw = torch.empty((conv.k, conv.c, *FILTER), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     parts = len(multiply.output)
-    at_once = min(16, next_power_of_2(parts))
-    block = _SUM_ELEMENTS // at_once
+    at_once, block = summed_at_once(parts)
     return LastLaunch(
         kernel=phase_gradients_kernel,
         grid=(cdiv(dw.numel(), block),),

@@ -7,17 +7,13 @@ from typing import Protocol
 
 import torch
 
+from ridgeline.kernels import conv2d_wgrad_fp8
 from ridgeline.kernels._quads import why_not
 from ridgeline.train_rewrites.use_convolutions import Convolution
 
 PASSES = ("fprop", "dgrad", "wgrad")
-ARCHITECTURES = {  # that each pass has a kernel for: conv2d_fp8 is the first two, conv2d_wgrad_fp8 the last
-    "fprop": ("sm_89", "sm_90", "sm_120"),
-    "dgrad": ("sm_89", "sm_90", "sm_120"),
-    "wgrad": ("sm_89", "sm_90", "sm_120"),
-}
+ARCHITECTURES = ("sm_89", "sm_90", "sm_120")  # that conv2d_fp8 and conv2d_wgrad_fp8 have kernels for
 MULTIPLE = 16  # of filters and channels
-_FILTER_ROWS = (1, 3)  # of conv2d_wgrad_fp8
 
 
 class Chooser(Protocol):
@@ -39,14 +35,12 @@ def architecture_of(device: torch.device) -> str:
 
 def impossible_passes(conv: Convolution) -> dict[str, str]:
     """The passes that have no kernel, and why; `conv` has stride 1, keeps the size, and channels that 16 divides."""
-    rows, arch = conv.weight[2], architecture_of(conv.device)
-    shape = why_not(*conv.x[2:]) or ("" if rows in _FILTER_ROWS else f"filters have {rows} rows, not 1 or 3")
-    missing = {
-        name: f"its FP8 kernel is for {listed(known)}, and the GPU is {arch}"
-        for name, known in ARCHITECTURES.items()
-        if arch and arch not in known
-    }
-    return ({"wgrad": shape} if shape else {}) | missing
+    arch, rows = architecture_of(conv.device), conv.weight[2]
+    if arch and arch not in ARCHITECTURES:
+        return dict.fromkeys(PASSES, f"its FP8 kernel is for {listed(ARCHITECTURES)}, and the GPU is {arch}")
+    fits = rows in conv2d_wgrad_fp8.FILTER_ROWS
+    reason = why_not(*conv.x[2:]) or ("" if fits else f"filters have {rows} rows, not 1 or 3")
+    return {"wgrad": reason} if reason else {}
 
 
 def listed(architectures: Sequence[str]) -> str:

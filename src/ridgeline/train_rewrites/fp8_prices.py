@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ridgeline import tuned
-from ridgeline.cost.conv import ConvProblem, conv_forward, conv_input_grad, conv_weight_grad
-from ridgeline.kernels import Op, conv2d_dgrad, conv2d_fp8, conv2d_fprop, conv2d_wgrad, conv2d_wgrad_fp8, quantize_fp8
+from ridgeline.cost.conv import conv_forward, conv_input_grad, conv_weight_grad
+from ridgeline.kernels import Op, conv2d_fp8, conv2d_fprop, conv2d_wgrad_fp8, quantize_fp8
 from ridgeline.kernels._op import dtype_name
 from ridgeline.kernels._quads import quads_shape
 from ridgeline.kernels._quantize_fp8 import FORMATS
@@ -40,7 +40,7 @@ class Price:
 
 def prices(conv: Convolution, spec: DeviceSpec) -> dict[str, Price]:
     """Of "fprop", "dgrad" and "wgrad", without quantising."""
-    problem = _problem(conv)
+    problem = conv.problem
     costs = {
         "fprop": conv_forward(problem, torch.bfloat16),
         "dgrad": conv_input_grad(problem, torch.bfloat16),
@@ -69,7 +69,7 @@ def quantise_seconds(conv: Convolution, passes: frozenset[str], spec: DeviceSpec
     A map is read, and written in FP8, by a pass of its own; `by_norm` is x written by the norm that makes it, in place
     of bf16, unless a pass needs that too. The gradient is charged the pass of its own, whoever makes it.
     """
-    total, problem = 0.0, _problem(conv)
+    total, problem = 0.0, conv.problem
     for numel, readers, fused in (
         (problem.x_numel, ("fprop", "wgrad"), by_norm),
         (problem.y_numel, ("dgrad", "wgrad"), False),
@@ -127,12 +127,8 @@ def quantised(*given: tuple[Tensor, str], quads: bool) -> tuple[Any, ...]:
 def _bf16_seconds(conv: Convolution) -> dict[str, float]:
     """By pass, where it was tuned: the faster of the project's kernel and PyTorch's."""
     x, weight, dy = (torch.empty(shape, device="meta") for shape in (conv.x, conv.weight, _y_shape(conv)))
-    calls: dict[str, tuple[Op, Mapping[str, Any]]] = {
-        "fprop": (conv2d_fprop.OP, {"x": x, "weight": weight}),
-        "dgrad": (conv2d_dgrad.OP, {"dy": dy, "weight": weight}),
-        "wgrad": (conv2d_wgrad.OP, {"dy": dy, "x": x, "kernel_size": conv.weight[2:]}),
-    }
-    rows = {name: _row(conv, op, "bf16", {**given, "padding": conv.padding}) for name, (op, given) in calls.items()}
+    calls = conv2d_fprop.passes_of(x, weight, dy, conv.padding)
+    rows = {name: _row(conv, op, "bf16", arguments) for name, (op, arguments) in calls.items()}
     return {
         name: min(row.seconds, conv2d_fprop.rival_seconds(row)) for name, row in rows.items() if row is not None
     }  # fmt: skip
@@ -165,12 +161,6 @@ def _row(conv: Convolution, op: Op, dtype: str, arguments: Mapping[str, Any]) ->
     return table.row(dtype, op.key(**arguments))
 
 
-def _problem(conv: Convolution) -> ConvProblem:
-    n, c, *image = conv.x
-    k, _, *filter_size = conv.weight
-    return ConvProblem(n, c, k, tuple(image), tuple(filter_size), padding=conv.padding)
-
-
 def _y_shape(conv: Convolution) -> tuple[int, int, int, int]:
-    problem = _problem(conv)
+    problem = conv.problem
     return problem.n, problem.k, problem.oh, problem.ow

@@ -120,18 +120,22 @@ class Convolution:
     device: torch.device
     stride: int = 1
 
+    @property
+    def problem(self) -> ConvProblem:
+        n, c, *image = self.x
+        k, _, *filter_size = self.weight
+        return ConvProblem(n, c, k, tuple(image), tuple(filter_size), self.stride, self.padding)
+
     def problems(self) -> Iterator[tuple[Op, dict[str, Any]]]:
         """Each pass on normal data, for `tuning.tune_all`."""
-        n, c, *image = self.x
-        k, _, r, s = self.weight
-        conv = ConvProblem(n, c, k, tuple(image), (r, s), self.stride, self.padding)
-        x, dy = self._normal(self.x), self._normal((n, k, *conv.out))
+        conv = self.problem
+        x, dy = self._normal(self.x), self._normal((conv.n, conv.k, *conv.out))
         weight = self._normal(self.weight)
         weight *= weight[0].numel() ** -0.5
         choices = {"padding": self.padding, "stride": self.stride}
         yield conv2d_fprop.OP, {"x": x, "weight": weight, **choices}
         yield conv2d_dgrad.OP, {"dy": dy, "weight": weight, **choices}
-        yield conv2d_wgrad.OP, {"dy": dy, "x": x, "kernel_size": (r, s), **choices}
+        yield conv2d_wgrad.OP, {"dy": dy, "x": x, "kernel_size": conv.filter, **choices}
 
     def _normal(self, shape: tuple[int, ...]) -> Tensor:
         made = torch.empty(shape, dtype=self.dtype, device=self.device, memory_format=torch.channels_last)
