@@ -329,7 +329,11 @@ def _layout(*_args: Any, **_kwargs: Any) -> None:
 
 
 def _inside(desc: Any, place: Sequence[int]) -> tuple[list[slice], list[slice]]:
-    """(where in the box, where in memory) the part of a box lies that exists."""
+    """(where in the box, where in memory) the part of a box lies that exists.
+
+    As on a GPU, where anything else is an illegal instruction, a box begins at a multiple of 16 bytes in its rows.
+    """
+    assert place[-1] * desc.memory.element_size() % 16 == 0, f"a box begins at {place} of {desc.memory.dtype}"
     firsts = [max(0, -p) for p in place]
     lasts = [min(size, whole - p) for size, whole, p in zip(desc.block_type.shape, desc.shape, place, strict=True)]
     inside = [slice(first, max(first, last)) for first, last in zip(firsts, lasts, strict=True)]

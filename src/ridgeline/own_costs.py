@@ -85,10 +85,10 @@ def _conv2d_fp8(a: Arguments) -> Work:
 
 
 def _conv2d_wgrad_fp8(a: Arguments) -> Work:
-    """Of quads [C, N, H / 4 + 2, W, 4]; what they hold twice is not counted."""
-    (k, *_), (c, n, rows, w, lanes) = a.dims(0), a.dims(1)
+    """Of quads [C, N, H / 4 + 2, W / 4 + 2, 4, 4]; what they hold twice is not counted."""
+    (k, *_), (c, n, rows, columns, *lanes) = a.dims(0), a.dims(1)
     r, s = spread(a.numbers(3), 2)
-    conv = Conv((n, c, lanes * (rows - 2), w), (k, c, r, s), (1,), (r // 2, s // 2), (1,))
+    conv = Conv((n, c, lanes[1] * (rows - 2), lanes[0] * (columns - 2)), (k, c, r, s), (1,), (r // 2, s // 2), (1,))
     moved_bytes = prod(conv.x) + prod(conv.y) + prod(conv.weight) * _BF16_BYTES
     return Work(conv.flops, moved_bytes, f"wgrad {conv}", "wgrad")
 
@@ -213,7 +213,7 @@ def _quantize_fp8(a: Arguments) -> Work:
 def _in_fp8(a: Arguments, map_: int, quads: int) -> int:
     """Bytes of a map in FP8, of its quads where that flag is set, and of one row of the state."""
     n, c, h, w = (*a.dims(map_), 1, 1)[:4]  # of a matrix too
-    copy = n * c * (h // 4 + 2) * w * 4 if a.flag(quads) else 0
+    copy = n * c * (h + 8) * (w + 8) if a.flag(quads) else 0
     return n * c * h * w + copy + _FP8_ROW_BYTES
 
 

@@ -3,6 +3,7 @@
 test_gluon_kernels.py runs the kernel that multiplies.
 """
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -24,15 +25,14 @@ E4M3 = torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize(("h", "w"), [(4, 4), (8, 16), (12, 8), (32, 32)])
-def test_quads_hold_each_row_and_its_neighbours(h, w):
+def test_quads_hold_each_pixel_and_its_neighbours(h, w):
     x = torch.arange(2 * 3 * h * w).reshape(2, 3, h, w) + 1
     quads = _quads.to_quads(x)
     assert quads.shape == _quads.quads_shape(2, 3, h, w) and quads.is_contiguous()
     assert torch.equal(_quads.from_quads(quads), x)
-    beside = F.pad(x, (0, 0, 1, 1))
-    for row in range(h // 4 + 2):
-        for i in range(4):
-            assert torch.equal(quads[:, :, row, :, i], beside[:, :, row + i * h // 4].transpose(0, 1))
+    beside = F.pad(x, (1, 1, 1, 1)).transpose(0, 1)
+    for row, column, i, j in product(range(h // 4 + 2), range(w // 4 + 2), range(4), range(4)):
+        assert torch.equal(quads[:, :, row, column, j, i], beside[:, :, row + i * h // 4, column + j * w // 4])
 
 
 def test_quads_of_fp8_are_those_of_its_bits():
@@ -109,7 +109,7 @@ def quads(c, n, h, w, dtype=E4M3):
         ({"x": quads(16, 2, 8, 8).transpose(0, 1)}, "x must be dense quads"),
         ({"x": quads(16, 3, 8, 8)}, "dy and x must be of the same images and sizes"),
         ({"x": quads(24, 2, 8, 8)}, "channels must be multiples of 16, got 24 and 16"),
-        ({"kernel_size": (5, 5)}, r"kernel_size must have 1 or 3 rows and an odd number of columns, got \(5, 5\)"),
+        ({"kernel_size": (5, 5)}, r"kernel_size must have 1 or 3 rows and columns, got \(5, 5\)"),
         ({"kernel_size": (3, 2)}, "kernel_size must have 1 or 3 rows"),
         ({"promote": 96}, "promote must be 0, or a multiple of 128 that divides 256, got 96"),
         ({"promote": 512}, "promote must be 0, or a multiple of 128 that divides 256, got 512"),

@@ -198,7 +198,7 @@ def test_empty_batch():
     arguments = with_state(sample.arguments(torch.float32, DEVICE), 1.0)
     results = dict(zip(NAMES, OP(**arguments), strict=True))
     assert results["dx"].shape == results["dx8"].shape == (0, 16, 4, 4)
-    assert results["quads"].shape == (16, 0, 3, 4, 4) and results["dscale"].shape == (0, 16)
+    assert results["quads"].shape == (16, 0, 3, 3, 4, 4) and results["dscale"].shape == (0, 16)
     assert results["dgamma"].shape == (16,) and not results["dgamma"].any() and not results["dbeta"].any()
     assert not arguments["amax"].any() and not arguments["counts"].any()
 

@@ -62,7 +62,7 @@ def assert_alike(actual: tuple[Tensor, ...], right: tuple[Tensor, ...], why: str
     """Equal but for the last bits of fp32, by which one code in some thousand becomes its neighbour. Quads are y's."""
     (y, quads, amax, counts), (y_right, _, amax_right, counts_right) = actual, right
     steps = (places(y) - places(y_right)).abs()
-    assert steps.numel() == 0 or (steps.max() <= 1 and (steps > 0).float().mean() < 1e-3), why
+    assert steps.numel() == 0 or (steps.max() <= 1 and (steps > 0).sum() <= max(1, 1e-3 * steps.numel())), why
     torch.testing.assert_close(amax, amax_right, rtol=1e-5 if HAS_GPU else 2e-6, atol=0, equal_nan=True, msg=why)
     assert (counts - counts_right).abs().max() <= (2e-4 * y.numel() if HAS_GPU else 0), why
     assert torch.equal(counts[:, 2], counts_right[:, 2]), why
@@ -224,7 +224,7 @@ def quantized_peak(arguments: dict[str, Any]) -> float:
 def test_empty_batch():
     arguments = given((0, 64, 4, 4), 4, torch.float32, scale=True)
     for y, quads, amax, counts in ((*OP(**arguments), arguments["amax"], arguments["counts"]), expected(arguments)):
-        assert y.shape == (0, 64, 4, 4) and quads.shape == (64, 0, 3, 4, 4)
+        assert y.shape == (0, 64, 4, 4) and quads.shape == (64, 0, 3, 3, 4, 4)
         assert amax.tolist() == [0.0] and counts.tolist() == [[0, 0, 0]]
 
 
@@ -310,7 +310,7 @@ WIDE = given((1, 16, 4, 4), 4, torch.float32)
         ({"config": Config(3, 1)}, ValueError, r"Config\(groups=3, num_warps=1\) is not valid for 4 groups of \(2, 64"),
         ({"config": Config(2, 1)}, ValueError, "is not valid"),
         ({"target": typical_target("sm_80")}, ValueError, "sm_80 has no conversion to FP8"),
-        (WIDE, ValueError, "no program holds a group of 4 channels of 16 pixels and quarters of it in whole pieces"),
+        (WIDE, ValueError, "no program holds a group of 4 channels of 16 pixels and quarters of it in pieces of whole rows"),
         (given((1, 64, 6, 8), 4, torch.float32), ValueError, "quads need a multiple of 4 rows, got 6"),
     ],
 )  # fmt: skip

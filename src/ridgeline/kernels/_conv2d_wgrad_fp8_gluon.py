@@ -1,7 +1,7 @@
 """The kernels of conv2d_wgrad_fp8: products of words of four rows, whose sums are added in a fixed order. sm_90.
 
 Both operands are quads (see _quads): wgmma wants what is reduced adjacent in FP8, and a row of quads is 128 bytes of
-pixels, whose neighbours to the left and right are one word away. As in _conv2d_gluon one warp copies while others
+pixels, whose neighbours to the left and right are 16 bytes away. As in _conv2d_gluon one warp copies while others
 multiply. A program holds [K, C] of the taps of one filter column, for its part of the images. It walks down the rows of
 a group of images: each row of x is copied once, and meets the gradient's rows above, beside and below it from shared
 memory.
@@ -86,14 +86,14 @@ def _copy(
                 mbarrier.wait(x_empty.index(stage), ((x_step // X_STAGES) & 1) ^ 1)
                 mbarrier.expect(x_full.index(stage), x_desc.block_type.nbytes)
                 # row 0 of quads is the one above the map, and the first that three rows of taps meet
-                place = [n, row + 1 - R // 2, c, w + column - S // 2]
+                place = [n, row + 1 - R // 2, c, w + 4 * (1 + column - S // 2)]
                 tma.async_copy_global_to_shared(x_desc, place, x_full.index(stage), b.index(stage))
                 x_step += 1
                 if row >= R - 1:
                     stage = dy_step % DY_STAGES
                     mbarrier.wait(dy_empty.index(stage), ((dy_step // DY_STAGES) & 1) ^ 1)
                     mbarrier.expect(dy_full.index(stage), dy_desc.block_type.nbytes)
-                    place = [n, row + 2 - R, k, w]
+                    place = [n, row + 2 - R, k, w + 4]
                     tma.async_copy_global_to_shared(dy_desc, place, dy_full.index(stage), a.index(stage))
                     dy_step += 1
 
@@ -239,12 +239,12 @@ def wgrad_fp8_sums_kernel(
         tl.store(dw_ptr + at, (tl.sum(total, axis=0) * scale).to(dw_ptr.dtype.element_ty), mask=at < NUMEL)
     else:
         k = program - blocks
-        row = k.to(tl.int64) * images * (QUARTER + 2 * W)
+        channel = k.to(tl.int64) * images
         pixels = tl.zeros((WORDS,), tl.float32)
         for first in range(0, images * QUARTER, WORDS):
             word = first + tl.arange(0, WORDS)
-            at = word // QUARTER * (QUARTER + 2 * W) + W + word % QUARTER
-            bits = tl.load(dy_ptr + row + at, mask=word < images * QUARTER, other=0)
+            row = (channel + word // QUARTER) * (QUARTER // W + 2) + 1 + word % QUARTER // W
+            bits = tl.load(dy_ptr + row * (W + 8) + 4 + word % W, mask=word < images * QUARTER, other=0)
             for i in tl.static_range(4):
                 # e5m2 is the upper byte of fp16
                 half = ((bits >> (8 * i)) << 8).to(tl.int16)

@@ -2,7 +2,7 @@
 
 A program holds [K, C] of one tap, for its part of the images. It reduces 128 bytes a step, those of one row of quads of
 one image or of several: mma.sync wants what is reduced adjacent in FP8, and rows of quads are. A tap shifts x by whole
-rows and, along the row, by words of four bytes, the least that an asynchronous copy takes.
+rows and, along the row, by 16 bytes.
 
 The tensor cores' own sums keep some 14 bits on sm_89 as on sm_90: FP32 accumulators beside FP8 operands were found to
 have 13 bits of mantissa, the rest cut off (SageAttention2, arXiv 2411.10958). For sm_120 no more is assumed. If
@@ -26,7 +26,7 @@ def conv2d_wgrad_fp8_tl_kernel(
     PARTS: tl.constexpr, BOX_N: tl.constexpr, BOX_W: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
     SPAN: tl.constexpr, PROMOTED: tl.constexpr,
 ):  # fmt: skip
-    ROW: tl.constexpr = 4 * W
+    ROW: tl.constexpr = 4 * W + 32
     IMAGE: tl.constexpr = (QUARTER + 2) * ROW
     STEP: tl.constexpr = 4 * BOX_N * BOX_W
     ACROSS: tl.constexpr = W // BOX_W
@@ -45,11 +45,10 @@ def conv2d_wgrad_fp8_tl_kernel(
 
     byte = tl.arange(0, STEP)
     image = byte // (4 * BOX_W)
-    column = byte // 4 % BOX_W
     pixel = image * IMAGE + byte % (4 * BOX_W)
     channel = images * IMAGE  # bytes: fewer than 2^31
     dy_kp = dy_ptr + (k.to(tl.int64) * channel)[:, None] + pixel[None, :]
-    x_cp = x_ptr + (c.to(tl.int64) * channel)[:, None] + (pixel + (down * ROW + right * 4))[None, :]
+    x_cp = x_ptr + (c.to(tl.int64) * channel)[:, None] + (pixel + (down * ROW + right * 16))[None, :]
     acc = tl.zeros((BLOCK_K, BLOCK_C), tl.float32)
     total = tl.zeros((BLOCK_K, BLOCK_C), tl.float32)
     for step in range(part * each * QUARTER, tl.minimum(part * each + each, groups) * QUARTER):
@@ -57,17 +56,14 @@ def conv2d_wgrad_fp8_tl_kernel(
         group = step // QUARTER
         n = group // ACROSS * BOX_N
         w = group % ACROSS * BOX_W
-        # row 0 of quads is the one above the map
-        at = n * IMAGE + (row + 1) * ROW + 4 * w
+        # row 0 of quads is the one above the map, and its first 16 bytes the column to the left
+        at = n * IMAGE + (row + 1) * ROW + 4 * w + 16
         of_dy = (k < K)[:, None]
         of_x = (c < C)[:, None]
         if BOX_N > 1:
             there = (n + image < images)[None, :]
             of_dy = of_dy & there
             of_x = of_x & there
-        if S > 1:
-            # what lies beside the map, to the left or right, is of another row in memory; -1 unsigned is large
-            of_x = of_x & ((column + (w + right)).to(tl.uint32) < W)[None, :]
         dy = tl.load(dy_kp + at, mask=of_dy, other=0.0)
         x = tl.load(x_cp + at, mask=of_x, other=0.0)
         if PROMOTED and SPAN == 1:

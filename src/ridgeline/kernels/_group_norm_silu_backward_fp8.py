@@ -72,9 +72,10 @@ def backward_fp8_kernel(
             )  # fmt: skip
             if words_ptr is not None:
                 words_pc = to_words(z[step - 3], z[step - 2], z[step - 1], z[step], _FORMAT)
-                p = step // 4 * BLOCK_P + tl.arange(0, BLOCK_P)
-                c = slab * (K * CG) + tl.arange(0, BLOCK_C)
-                store_quads(words_ptr, words_pc, n, p, c, inside_pc, images, HW // 4, W)
+                c = tl.arange(0, BLOCK_C)
+                store_quads(
+                    words_ptr, words_pc, n, step // 4 * BLOCK_P, slab * (K * CG) + c, c < K * CG, images, HW // 4, W
+                )
     elements = tl.where(tl.program_id(0) == 0, tl.num_programs(0).to(tl.int64) * (HW * K * CG), 0)
     record(amax_ptr + row, counts_ptr + row * 3, peak_pc, events_pc, elements)
 

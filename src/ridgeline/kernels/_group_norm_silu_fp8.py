@@ -167,10 +167,8 @@ def forward_fp8_kernel(
             tl.store(y_ptr + at_pc, done_pc.to(y_ptr.dtype.element_ty, bitcast=True), mask=inside_pc)
             four = four + (done_pc,)  # noqa: RUF005 - Triton cannot unpack
         if words_ptr is not None:
-            j = block * BLOCK_P + tl.arange(0, BLOCK_P)
             words_pc = weave(four[0], four[1], four[2], four[3])
-            inside_pc = (j < Q)[:, None] & (c < WIDTH)[None, :]
-            store_quads(words_ptr, words_pc, n, j, slab * WIDTH + c, inside_pc, images, Q, W)
+            store_quads(words_ptr, words_pc, n, block * BLOCK_P, slab * WIDTH + c, c < WIDTH, images, Q, W)
     peak_pc, events_pc = what_was_seen(seen)
     elements = tl.where(tl.program_id(0) == 0, tl.num_programs(0).to(tl.int64) * (HW * WIDTH), 0)
     record(amax_ptr + row, counts_ptr + row * 3, peak_pc, events_pc, elements)

@@ -1,13 +1,14 @@
 """Quads: the transposed copy of an FP8 map that a weight gradient is computed from.
 
-    quads [C, N, H / 4 + 2, W, 4] of a map [N, C, H, W]:   quads[c, n, h, w, i] = map[n, c, h - 1 + i H / 4, w]
+    quads [C, N, H / 4 + 2, W / 4 + 2, 4, 4] of a map [N, C, H, W]:
+    quads[c, n, h, w, j, i] = map[n, c, h - 1 + i H / 4, w - 1 + j W / 4], and zero where that pixel lies beside the map
 
-and zero where that row lies beside the map. FP8 products reduce what is adjacent in memory, here pixels: four rows, a
-quarter of the map apart, share a word of four bytes. The neighbours of a pixel to the left and right are then one word
-away, those above and below one row of words, and a row is whole words wherever it begins. Rows 0 and H / 4 + 1 hold the
-rows next to each quarter, which are those of the quarters beside it.
+FP8 products reduce what is adjacent in memory, here pixels: sixteen of them, a quarter of the map apart each way, share
+16 bytes. The neighbours of all sixteen are then sixteen that also share 16 bytes, so that a tap of a filter shifts a
+copy by whole 16 bytes, the least that the bulk tensor copy engine does. The first and the last row and column hold what
+lies next to each quarter, which is of the quarters beside it.
 
-H is a multiple of 4; W is 4, 8, 16 or a multiple of 32.
+H is a multiple of 4; W is a power of two from 4 to 128.
 """
 
 # In a kernel a constexpr stands for its value, which the type checker cannot know.
@@ -24,36 +25,41 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 WORDS = 32  # of a row of 128 bytes in shared memory, in which pixels are reduced
-_WIDTHS = (4, 8, 16)
+_WIDTHS = (4, 8, 16, 32, 64, 128)
 
 
 def why_not(h: int, w: int) -> str | None:
     """Why maps of this size have no quads; None where they have."""
     if h % 4 or h < 4:
         return f"quads need a multiple of 4 rows, got {h}"
-    if w not in _WIDTHS and (w % WORDS or w < WORDS):
-        return f"quads need 4, 8, 16 or a multiple of {WORDS} columns, got {w}"
+    if w not in _WIDTHS:
+        return f"quads need a power of two of columns, from 4 to {_WIDTHS[-1]}, got {w}"
     return None
 
 
-def quads_shape(n: int, c: int, h: int, w: int) -> tuple[int, int, int, int, int]:
-    return c, n, h // 4 + 2, w, 4
+def quads_shape(n: int, c: int, h: int, w: int) -> tuple[int, int, int, int, int, int]:
+    return c, n, h // 4 + 2, w // 4 + 2, 4, 4
+
+
+def size_of(quads: Tensor) -> tuple[int, int, int, int]:
+    """(N, C, H, W) of the map."""
+    c, n, rows, columns, _, _ = quads.shape
+    return n, c, 4 * (rows - 2), 4 * (columns - 2)
 
 
 def to_quads(x: Tensor) -> Tensor:
     """The quads of a map in any dtype of one byte or more, by PyTorch's own operators."""
     bits = x.view(torch.uint8) if x.element_size() == 1 else x
-    quarter = x.shape[2] // 4
-    padded = F.pad(bits, (0, 0, 1, 1)).transpose(0, 1)
-    lanes = [padded[:, :, i * quarter : (i + 1) * quarter + 2] for i in range(4)]
-    return torch.stack(lanes, -1).contiguous().view(x.dtype)
+    padded = F.pad(bits, (1, 1, 1, 1)).transpose(0, 1)
+    rows, columns = x.shape[2] // 4, x.shape[3] // 4
+    down = torch.stack([padded[:, :, i * rows : (i + 1) * rows + 2] for i in range(4)], -1)
+    both = torch.stack([down[:, :, :, j * columns : (j + 1) * columns + 2] for j in range(4)], -2)
+    return both.contiguous().view(x.dtype)
 
 
 def from_quads(quads: Tensor) -> Tensor:
     """The map [N, C, H, W] of quads."""
-    c, n, rows, w, _ = quads.shape
-    inner = quads[:, :, 1:-1].permute(1, 0, 4, 2, 3)
-    return inner.reshape(n, c, 4 * (rows - 2), w)
+    return quads[:, :, 1:-1, 1:-1].permute(1, 0, 5, 2, 4, 3).reshape(size_of(quads))
 
 
 def box_of(w: int) -> tuple[int, int]:
@@ -63,29 +69,83 @@ def box_of(w: int) -> tuple[int, int]:
 
 
 def words_map(quads: Tensor, channels: int) -> TensorDescriptor:
-    """The tensor map of quads as words, with the axes [N, row, C, W], of boxes of so many channels."""
-    c, n, rows, w, _ = quads.shape
+    """The tensor map of quads as words of four rows, with the axes [N, row, C, word], of boxes of so many channels.
+
+    Word 4 of a row is the first of the map.
+    """
+    n, c, h, w = size_of(quads)
+    rows, width = h // 4 + 2, w + 8
     images, words = box_of(w)
     block = [images, 1, channels, words]
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.int32)
-    strides = [rows * w, w, n * rows * w, 1]
-    return TensorDescriptor(quads.view(torch.int32).squeeze(-1), [n, rows, c, w], strides, block, layout)  # pyright: ignore
+    strides = [rows * width, width, n * rows * width, 1]
+    return TensorDescriptor(quads.view(torch.int32), [n, rows, c, width], strides, block, layout)  # pyright: ignore
 
 
 @triton.jit
 def store_quads(
-    words_ptr, words_jc, n, j, c, inside_jc, images, QUARTER: tl.constexpr, W: tl.constexpr
+    words_ptr, words_jc, n, first, c, inside_c, images, QUARTER: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
-    """Store words of image `n`: pixel `j` of each of the four quarters of the map, QUARTER pixels, of channel `c`.
+    """Store words of image `n` and channels `c`: pixels `first` and so on of each of the four quarters of the map.
 
-    words_jc   int32 [pixels, channels], byte i of the i-th quarter
+    words_jc   int32 [pixels, channels], byte i of the i-th quarter, which has QUARTER pixels: whole rows
     """
-    row = c[:, None].to(tl.int64) * images + n
-    at_cj = row * (QUARTER + 2 * W) + j[None, :]
-    words_cj, inside_cj = tl.trans(words_jc), tl.trans(inside_jc)
-    tl.store(words_ptr + at_cj + W, words_cj, mask=inside_cj)
+    PIXELS: tl.constexpr = words_jc.shape[0]
+    ROWS: tl.constexpr = QUARTER // W
+    PITCH: tl.constexpr = W + 8
+    # the four words of each 16 bytes are brought next to each other
+    apart: tl.constexpr = [PIXELS // W, 4, W // 4, words_jc.shape[1]]
+    together: tl.constexpr = [words_jc.shape[1], PIXELS]
+    words_cj = tl.reshape(tl.permute(tl.reshape(words_jc, apart), (3, 0, 2, 1)), together)
+    j = tl.arange(0, PIXELS)
+    row = first // W + j // W
+    channel_c = words_ptr + (c.to(tl.int64) * images + n) * ((ROWS + 2) * PITCH)
+    to_cj = channel_c[:, None] + (j % W + 4)[None, :]
+    inside_cj = inside_c[:, None] & (row < ROWS)[None, :]
+    tl.store(to_cj + ((row + 1) * PITCH)[None, :], words_cj, mask=inside_cj)
     # the first row of each quarter is the row behind the quarter before it, the last the row before the one after it
-    behind = (words_cj >> 8) & 0xFFFFFF
-    tl.store(words_ptr + at_cj + (QUARTER + W), behind, mask=inside_cj & (j < W)[None, :])
-    before = words_cj << 8
-    tl.store(words_ptr + at_cj - (QUARTER - W), before, mask=inside_cj & (j >= QUARTER - W)[None, :])
+    behind, before = (words_cj >> 8) & 0xFFFFFF, words_cj << 8
+    top, bottom = (row == 0)[None, :], (row == ROWS - 1)[None, :]
+    if ROWS == 1:
+        tl.store(to_cj + (ROWS + 1) * PITCH, behind, mask=inside_cj)
+        tl.store(to_cj, before, mask=inside_cj)
+    else:
+        at_edge = tl.where(top, (ROWS + 1) * PITCH, 0)
+        tl.store(to_cj + at_edge, tl.where(top, behind, before), mask=inside_cj & (top | bottom))
+    tl.debug_barrier()
+    _store_columns(channel_c, first // W, inside_c, PIXELS // W, ROWS, W)
+
+
+@triton.jit
+def _store_columns(channel_c, first, inside_c, STORED: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr):
+    """Copy the columns next to each quarter of a row beside it: of STORED rows, and of those above and below the map."""
+    # where a thread stored eight words, it has all four of each 16 bytes here
+    place = tl.arange(0, _next_power_of_2(max(4 * (STORED + 2), STORED * W // 2)))
+    stored, lane = place // 4, place % 4
+    # one above the map is there once rows at its bottom are, one below once those at its top are
+    row = tl.where(stored == 0, 0, tl.where(stored == STORED + 1, ROWS + 1, first + stored))
+    is_there = (stored > 0) & (stored <= STORED) & (row <= ROWS)
+    is_there = is_there | ((stored == 0) & (first + STORED >= ROWS)) | ((stored == STORED + 1) & (first == 0))
+    to_cp = channel_c[:, None] + (row * (W + 8) + lane)[None, :]
+    inside_cp = inside_c[:, None] & is_there[None, :]
+    w0, w1, w2, w3 = _lanes(tl.load(to_cp + W, mask=inside_cp, other=0))
+    none = tl.zeros_like(w0)
+    before = tl.join(tl.join(none, w1), tl.join(w0, w2))
+    tl.store(to_cp, tl.reshape(before, to_cp.shape), mask=inside_cp)
+    w0, w1, w2, w3 = _lanes(tl.load(to_cp + 4, mask=inside_cp, other=0))
+    behind = tl.join(tl.join(w1, w3), tl.join(w2, none))
+    tl.store(to_cp + (W + 4), tl.reshape(behind, to_cp.shape), mask=inside_cp)
+
+
+@triton.jit
+def _lanes(words_cp):
+    """The four words of each 16 bytes, each [channels, 16 bytes]."""
+    even, odd = tl.split(tl.reshape(words_cp, [words_cp.shape[0], words_cp.shape[1] // 4, 2, 2]))
+    w0, w2 = tl.split(even)
+    w1, w3 = tl.split(odd)
+    return w0, w1, w2, w3
+
+
+@triton.constexpr_function
+def _next_power_of_2(number):
+    return 1 << (number - 1).bit_length()

@@ -95,7 +95,8 @@ def quantize_quads_kernel(
     tiles_c: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     tiles_j: tl.constexpr = (QUARTER + BLOCK_P // 4 - 1) // (BLOCK_P // 4)
     c = program % tiles_c * BLOCK_C + tl.arange(0, BLOCK_C)
-    j = program // tiles_c % tiles_j * (BLOCK_P // 4) + tl.arange(0, BLOCK_P // 4)
+    first = program // tiles_c % tiles_j * (BLOCK_P // 4)
+    j = first + tl.arange(0, BLOCK_P // 4)
     n = (program // (tiles_c * tiles_j)).to(tl.int64)
     inside_jc = (j < QUARTER)[:, None] & (c < C)[None, :]
     scale = tl.load(scale_ptr + row)
@@ -109,7 +110,7 @@ def quantize_quads_kernel(
         )  # fmt: skip
         scaled = scaled + (z_jc,)  # noqa: RUF005 - Triton cannot unpack
     words_jc = to_words(scaled[0], scaled[1], scaled[2], scaled[3], FORMAT)
-    store_quads(words_ptr, words_jc, n, j, c, inside_jc, images, QUARTER, W)
+    store_quads(words_ptr, words_jc, n, first, c, c < C, images, QUARTER, W)
     elements = tl.where(program == 0, 4 * images.to(tl.int64) * QUARTER * C, 0)
     record(amax_ptr + row, counts_ptr + row * 3, peak_jc, events_jc, elements)
 

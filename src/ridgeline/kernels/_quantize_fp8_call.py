@@ -41,10 +41,15 @@ class Config:
         pixels, c = size(x)
         return cdiv(pixels, self.pixels) * cdiv(c, self.width(x))
 
+    def of_rows(self, x: Tensor) -> tuple[int, int]:
+        """(pixels, channels) of a tile that holds the same rows of each quarter of one map."""
+        pixels = max(self.pixels, 4 * x.shape[3])
+        return pixels, max(1, self.width(x) * self.pixels // pixels)
+
     def quads_programs(self, x: Tensor) -> int:
-        """Likewise where a tile holds the same pixels of each quarter of one map."""
         n, c, h, w = x.shape
-        return n * cdiv(h * w // 4, self.pixels // 4) * cdiv(c, self.width(x))
+        pixels, width = self.of_rows(x)
+        return n * cdiv(h * w // 4, pixels // 4) * cdiv(c, width)
 
 
 CONFIGS = (

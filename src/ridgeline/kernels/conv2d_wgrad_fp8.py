@@ -2,13 +2,13 @@
 
 On sm_90 wgmma multiplies what one warp copies (`Config`), on sm_89 and sm_120 mma.sync (`TileConfig`).
 
-dy        [K, N, H / 4 + 2, W, 4]  quads (see _quads) of the gradient of y, FP8 e5m2
-x         [C, N, H / 4 + 2, W, 4]  quads of x, FP8 e4m3
+dy        [K, N, H / 4 + 2, W / 4 + 2, 4, 4]  quads (see _quads) of the gradient of y, FP8 e5m2
+x         [C, N, H / 4 + 2, W / 4 + 2, 4, 4]  quads of x, FP8 e4m3
 inverse   [tensors]                fp32 on the device: what FP8 values of each tensor are multiplied by
 dw        [K, C, R, S]             bf16, channels_last
 db        [K]                      fp32
 dy_row, x_row   of `inverse`
-kernel_size     (R, S): R 1 or 3, S odd; the padding is (R // 2, S // 2)
+kernel_size     (R, S), each 1 or 3; the padding is (R // 2, S // 2)
 promote         pixels after which the tensor cores' own sums, of some 14 bits, are added in fp32: a multiple of 128
                 that divides 32 H; 0: not before the end of a program's share
 
@@ -47,10 +47,10 @@ from ridgeline.kernels._op import (
     target_of,
     tuned_config,
 )
-from ridgeline.kernels._quads import box_of, from_quads, quads_shape, to_quads, why_not, words_map
+from ridgeline.kernels._quads import box_of, from_quads, quads_shape, size_of, to_quads, why_not, words_map
 from ridgeline.numerics import fp8_sum_eps
 
-FILTER_ROWS = (1, 3)
+FILTER_SIZES = (1, 3)
 _ROW_BYTES = 128
 _SLACK_BYTES = 1024  # barriers, and what aligns the buffers
 _ACCUMULATORS = 192  # fp32 a thread, of products and of what they were promoted to
@@ -313,18 +313,17 @@ def _problem(
     for name, quads, dtype in (("dy", dy, torch.float8_e5m2), ("x", x, torch.float8_e4m3fn)):
         if quads.dtype not in (dtype, torch.float64):  # float64 stands for the exact values, where results are judged
             _refuse(f"{name} must be {dtype}, got {quads.dtype}", TypeError)
-        if quads.dim() != 5 or quads.shape[4] != 4 or not quads.is_contiguous():
-            _refuse(f"{name} must be dense quads [C, N, H / 4 + 2, W, 4], got shape {tuple(quads.shape)}")
-    (c, n, rows, w, _), k, (r, s) = x.shape, dy.shape[0], kernel_size
-    h = 4 * (rows - 2)
+        if quads.dim() != 6 or quads.shape[4:] != (4, 4) or not quads.is_contiguous():
+            _refuse(f"{name} must be dense quads [C, N, H / 4 + 2, W / 4 + 2, 4, 4], got shape {tuple(quads.shape)}")
+    (n, c, h, w), k, (r, s) = size_of(x), dy.shape[0], kernel_size
     if dy.shape[1:] != x.shape[1:]:
         _refuse(f"dy and x must be of the same images and sizes, got {tuple(dy.shape)} and {tuple(x.shape)}")
     if (reason := why_not(h, w)) is not None:
         _refuse(reason)
     if c % 16 or k % 16:
         _refuse(f"channels must be multiples of 16, got {c} and {k}")
-    if r not in FILTER_ROWS or s % 2 == 0 or s // 2 >= w:
-        _refuse(f"kernel_size must have 1 or 3 rows and an odd number of columns, got {(r, s)}")
+    if r not in FILTER_SIZES or s not in FILTER_SIZES:
+        _refuse(f"kernel_size must have 1 or 3 rows and columns, got {(r, s)}")
     if promote < 0 or promote % 128 or (promote and h // 4 % (promote // 128)):
         _refuse(f"promote must be 0, or a multiple of 128 that divides {32 * h}, got {promote}")
     tensors = inverse.numel()
@@ -379,7 +378,7 @@ SAMPLES = (
     wgrad_fp8_sample("UNet 32x32 384->128 1x1, batch 128", (128, 384, 32, 32), (128, 1, 1), real_size=True),
     wgrad_fp8_sample("channels beside the tiles, a row of two boxes", (3, 80, 8, 64), (48, 3, 3)),
     wgrad_fp8_sample("fewer images than are reduced together", (3, 16, 4, 8), (16, 3, 3)),
-    wgrad_fp8_sample("one row of five taps, never promoted", (2, 32, 8, 16), (16, 1, 5), promote=0),
+    wgrad_fp8_sample("one row of three taps, never promoted", (2, 32, 8, 16), (16, 1, 3), promote=0),
     wgrad_fp8_sample("promoted every other row", (2, 16, 16, 32), (32, 3, 3), promote=256),
 )
 

@@ -7,7 +7,7 @@ counts    [tensors, 3]        int64; to row `row` are added the elements that sa
 
 returns   dx     [N, C, H, W]  channels_last, dtype of x, with `keep`; else empty
           dx8    [N, C, H, W]  FP8 e5m2, channels_last, rounded from the fp32 value that includes the residual
-          quads  [C, N, H / 4 + 2, W, 4]  the same values for the weight gradient, see _quads, with `quads`; else empty
+          quads  [C, N, H / 4 + 2, W / 4 + 2, 4, 4]  the same values for the weight gradient, see _quads, with `quads`; else empty
           dgamma, dbeta, dscale, dshift   the bits that group_norm_silu_backward gives with the same tiles
 
 amax and counts are changed in place, but the operator is registered as one that changes nothing, as quantize_fp8 is:
@@ -85,8 +85,12 @@ class BackwardFp8Call(BackwardCall):
             self.refuse(reason)
 
     def takes(self, config: Config, target: Target) -> bool:
-        """Whether a program of `config` holds its slab, and in few enough pieces."""
-        return config.is_valid(self, target) and config.whole(self) and self.pieces(config)["PIECES"] <= _MOST_PIECES
+        """Whether a program of `config` holds its slab in few enough pieces, for quads of whole rows."""
+        if not (config.is_valid(self, target) and config.whole(self)):
+            return False
+        pieces = self.pieces(config)
+        whole = not self.quads or pieces["BLOCK_P"] % self.x.shape[3] == 0
+        return whole and pieces["PIECES"] <= _MOST_PIECES
 
     def pieces(self, config: Config) -> dict[str, int]:
         """The tiling of `config`, in pieces that end where a quarter of the map does."""
@@ -185,7 +189,7 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
         call.refuse(f"no program holds {config.groups} of {call.groups} groups of x and dy, {shape}: {config}")
     n, c, h, w = call.x.shape
     dx8 = empty_y(call.x, FORMAT)
-    words = call.x.new_empty(quads_shape(n, c, h, w)[:4], dtype=torch.int32) if call.quads else None
+    words = call.x.new_empty(quads_shape(n, c, h, w)[:5], dtype=torch.int32) if call.quads else None
     return BoundedLaunch(
         backward_fp8_kernel,
         grid=(config.programs(call),),

@@ -10,7 +10,7 @@ quads         whether to make them, see `_quads`; the map must have some
 all else      as group_norm_silu takes it: the same calls, the same elements dropped for equal seed and offset
 
 returns y8    [N, C, H, W] float8_e4m3fn, channels_last
-        quads [C, N, H / 4 + 2, W, 4] float8_e4m3fn; empty without `quads`
+        quads [C, N, H / 4 + 2, W / 4 + 2, 4, 4] float8_e4m3fn; empty without `quads`
 
 It is the fp32 value that is quantised: what rounding to bf16 in between would do to it is left out. An empty batch
 gives empty results and records nothing. Raises ValueError or TypeError for what group_norm_silu or quantize_fp8 refuse,
@@ -110,7 +110,7 @@ class Config:
         if self.num_warps not in _WARPS or not 1 <= self.groups <= call.groups or call.groups % self.groups:
             return False
         rows, quarter = self.rows(call), call.pixels // 4
-        divides = not quads or (rows and quarter % rows == 0)
+        divides = not quads or (rows and quarter % rows == rows % call.x.shape[3] == 0)
         return bool(rows and divides) and self.registers(call, quads) <= _MOST_REGISTERS
 
     def slab(self, call: Call) -> Slab:
@@ -241,7 +241,7 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
             **call.parameters(),
             "fp8_scale_ptr": call.fp8_scale,
             "y_ptr": y,
-            "words_ptr": call.x.new_empty(quads_shape(n, c, h, w)[:4], dtype=torch.int32) if call.quads else None,
+            "words_ptr": call.x.new_empty(quads_shape(n, c, h, w)[:5], dtype=torch.int32) if call.quads else None,
             "amax_ptr": call.amax.view(torch.int32),
             "counts_ptr": call.counts,
             "row": call.row,
@@ -252,10 +252,8 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
         "num_stages": 1,
         "output": y,
     }
-    if not call.p:
-        return Launch(forward_fp8_kernel, **launch)
-    # left alone, the compiler draws random bits early, in 128 registers: two programs. Bound to 80 it spills 8 to 56
-    # bytes, and three fit.
+    # left alone, the compiler draws random bits early and keeps words of quads, in up to 128 registers: two programs.
+    # Bound to 80 it spills up to 56 bytes, and three fit.
     held = config.registers(call, call.quads)
     bound = next(registers for most, registers in _BOUNDS.items() if held <= most)
     return BoundedLaunch(forward_fp8_kernel, **launch, max_registers=bound)
@@ -264,7 +262,7 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
 def _default(call: Fp8Call, target: Target) -> Config:
     config = default_config(call, call.quads, target)
     if config is None:
-        pieces = " and quarters of it in whole pieces" if call.quads else ""
+        pieces = " and quarters of it in pieces of whole rows" if call.quads else ""
         call.refuse(f"no program holds a group of {call.group_channels} channels of {call.pixels} pixels{pieces}")
     return config
 

@@ -151,11 +151,11 @@ def plan(
     if quads:
         n, _, h, w = x.shape
         kernel, programs = quantize_quads_kernel, config.quads_programs(x)
-        of_kernel = {"words_ptr": x.new_empty(quads_shape(n, c, h, w)[:4], dtype=torch.int32), "images": n}
-        of_map = {"QUARTER": h * w // 4, "W": w}
+        of_kernel = {"words_ptr": x.new_empty(quads_shape(n, c, h, w)[:5], dtype=torch.int32), "images": n}
+        of_map, tile = {"QUARTER": h * w // 4, "W": w}, config.of_rows(x)
     else:
         kernel, programs = quantize_fp8_kernel, config.programs(x)
-        of_kernel, of_map = {"pixels": pixels}, {}
+        of_kernel, of_map, tile = {"pixels": pixels}, {}, (config.pixels, config.width(x))
     return Launch(
         kernel,
         grid=(programs,),
@@ -169,7 +169,7 @@ def plan(
             **of_kernel,
             "x_pitch": x_pitch(x),
         },
-        constants={"C": c, **of_map, "FORMAT": fp8_format, "BLOCK_P": config.pixels, "BLOCK_C": config.width(x)},
+        constants={"C": c, **of_map, "FORMAT": fp8_format, "BLOCK_P": tile[0], "BLOCK_C": tile[1]},
         num_warps=config.num_warps,
         num_stages=1,
         output=y,

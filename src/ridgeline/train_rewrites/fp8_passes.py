@@ -35,11 +35,11 @@ def architecture_of(device: torch.device) -> str:
 
 def impossible_passes(conv: Convolution) -> dict[str, str]:
     """The passes that have no kernel, and why; `conv` has stride 1, keeps the size, and channels that 16 divides."""
-    arch, rows = architecture_of(conv.device), conv.weight[2]
+    arch, (rows, columns) = architecture_of(conv.device), conv.weight[2:]
     if arch and arch not in ARCHITECTURES:
         return dict.fromkeys(PASSES, f"its FP8 kernel is for {listed(ARCHITECTURES)}, and the GPU is {arch}")
-    fits = rows in conv2d_wgrad_fp8.FILTER_ROWS
-    reason = why_not(*conv.x[2:]) or ("" if fits else f"filters have {rows} rows, not 1 or 3")
+    fits = {rows, columns} <= {*conv2d_wgrad_fp8.FILTER_SIZES}
+    reason = why_not(*conv.x[2:]) or ("" if fits else f"filters have {rows} rows and {columns} columns, not 1 or 3")
     return {"wgrad": reason} if reason else {}
 
 
