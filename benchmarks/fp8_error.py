@@ -45,7 +45,7 @@ from ridgeline.errors import EnvironmentUnusable, RidgelineError, UsageError, Ve
 from ridgeline.kernels import Op, conv2d_fp8, conv2d_fprop, conv2d_wgrad, conv2d_wgrad_fp8
 from ridgeline.kernels._nhwc import cdiv, random_nhwc
 from ridgeline.kernels._op import Launch, target_of
-from ridgeline.kernels._quads import to_quads
+from ridgeline.kernels._quads import to_quads, why_not
 from ridgeline.kernels._quantize_fp8 import FORMATS
 from ridgeline.numerics import Verdict, compare, largest, rms, to_float64
 from ridgeline.train_rewrites.fp8_prices import quantised
@@ -159,7 +159,9 @@ class WeightGradient:
         return chosen, left_out
 
     def _why_not(self, promote: int) -> str | None:
-        """The op's own words."""
+        """The op's own words; of quads it sees sides in multiples of 4 alone, so that this asks for the side first."""
+        if reason := why_not(self.side, self.side):
+            return f"{self.op.name}: {reason}"
         shape = self.images, self.channels, self.side, self.side
         sample = conv2d_wgrad_fp8.wgrad_fp8_sample("", shape, (self.channels, 3, 3), promote=promote)
         try:

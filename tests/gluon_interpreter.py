@@ -15,7 +15,7 @@ import builtins
 import inspect
 import sys
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
@@ -152,6 +152,9 @@ class Shared:
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(lambda: self.data.permute(list(order)))
 
+    def load(self, _layout: Any) -> Values:
+        return self.data.float().numpy().copy().view(Values)
+
     def store(self, values: Values) -> None:
         self.data.copy_(torch.from_numpy(np.asarray(values)))
 
@@ -183,7 +186,7 @@ class Interpreter:
     def __init__(self, launch: Any, edit: Edit) -> None:
         self.launch = launch
         self.turns = Turns()
-        self.in_flight: deque[Product] = deque()
+        self.in_flight: defaultdict[int, deque[Product]] = defaultdict(deque)  # of each thread: of each partition
         self.program = 0
         self.failures: list[BaseException] = []
         self.module = self._module(inspect.getmodule(launch.kernel.fn), edit)
@@ -237,7 +240,8 @@ class Interpreter:
             allocate_shared_memory=self._allocate,
             warp_specialize=self._specialise,
             load=_load, store=_store, split=lambda v: (v[..., 0], v[..., 1]), thread_barrier=lambda: None,
-            NVMMADistributedLayout=_layout, NVMMASharedLayout=_layout, SharedLinearLayout=_layout, SliceLayout=_layout,
+            DotOperandLayout=_layout, NVMMADistributedLayout=_layout, NVMMASharedLayout=_layout,
+            SharedLinearLayout=_layout, SliceLayout=_layout,
         )  # fmt: skip
 
     def _hopper(self) -> SimpleNamespace:
@@ -282,20 +286,21 @@ class Interpreter:
             thread.join()
         if self.failures:
             raise self.failures[0]
-        assert not self.in_flight, "the kernel ends with products in flight"
+        assert not any(self.in_flight.values()), "the kernel ends with products in flight"
 
     def _multiply(self, a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
         assert is_async
         start = acc if use_acc else np.zeros((a.shape[0], b.shape[1]), np.float32)
         product = Product(lambda: a.data if isinstance(a, Shared) else torch.from_numpy(np.asarray(a)), b, start)
-        self.in_flight.append(product)
+        self.in_flight[threading.get_ident()].append(product)
         return product
 
     def _wait(self, num_outstanding: int, deps: Sequence[Any]) -> Any:
         # whoever may go on does so before the products are read
         self.turns.yield_()
-        while len(self.in_flight) > num_outstanding:
-            self.in_flight.popleft().compute()
+        mine = self.in_flight[threading.get_ident()]
+        while len(mine) > num_outstanding:
+            mine.popleft().compute()
         done = tuple(one.value if isinstance(one, Product) and one.value is not None else one for one in deps)
         return done[0] if len(done) == 1 else done
 

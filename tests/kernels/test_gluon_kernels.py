@@ -74,6 +74,22 @@ def without(text, *, of, place=0):
     return edit
 
 
+@pytest.mark.parametrize("words", [1, 2])
+def test_a_copy_that_begins_beside_16_bytes_is_refused(words, monkeypatch):
+    """Of quads, whose words have four bytes: a tap shifts x by four of them."""
+    monkeypatch.setattr(gluon_interpreter, "DEADLOCK_S", 0.5)  # what multiplies waits for the copy
+    sample = conv2d_wgrad_fp8.wgrad_fp8_sample("", (2, 16, 4, 8), (16, 1, 3))
+    launch, _ = first_launch(conv2d_wgrad_fp8.OP, sample, target=ALONE)
+    shift = " * (1 + column - S // 2)"
+
+    def narrower(source):
+        assert source.count(f"4{shift}") == 1
+        return source.replace(f"4{shift}", f"{words}{shift}")
+
+    with pytest.raises(AssertionError, match=rf"a box begins at \[0, 1, 0, {words}\] of torch.int32"):
+        gluon_interpreter.run(launch, edit=narrower)
+
+
 @pytest.mark.parametrize(("op", "sample"), [pytest.param(*case, id=case[0].name) for case in RINGS])
 def test_a_buffer_that_is_not_handed_back_is_a_deadlock(op, sample, monkeypatch):
     monkeypatch.setattr(gluon_interpreter, "DEADLOCK_S", 0.5)

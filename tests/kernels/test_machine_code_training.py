@@ -83,13 +83,15 @@ def test_quantize_fp8(reports: dict[Case, SassReport]):
         quads = "words_ptr" in launch.arguments
         orders = 2 if quads else 1
         assert converted == orders * elements // 2, case
-        assert report.instructions["LDG.E.128"] == elements * case.dtype.itemsize // 16, case
-        # of quads the rows beside each quarter are stored twice more, masked
+        # of quads the columns beside quarters are loaded once they are stored
+        loads = elements // 16 if quads else 0
+        assert report.instructions["LDG.E.128"] == elements * case.dtype.itemsize // 16 + loads, case
+        # y; and of quads words, again for the rows beside quarters, masked, and the columns beside them
         stores = 4 if quads else 1
         assert report.instructions["STG.E.128"] == stores * elements // 16, case
         assert report.permutes <= elements // 2, case
         # an H200 issues some 25 an element while it copies: a third of the time is left for waiting
-        assert sum(report.instructions.values()) <= 17 * elements, case
+        assert sum(report.instructions.values()) <= (17 if case.arch == "sm_90" else 17.25) * elements, case
         if case.arch == "sm_90":
             # four programs of as many warps share a multiprocessor, or three
             assert report.registers <= (168 if quads else 128), case

@@ -54,10 +54,10 @@ def test_a_map_is_read_and_written_unless_its_norm_writes_it():
         seconds = fp8_prices.quantise_seconds(WIDE, frozenset(passes), H200, by_norm=by_norm)
         return seconds * H200.bandwidth / x
 
-    launch = 2e-6 * H200.bandwidth / x
+    launch, quads = 2e-6 * H200.bandwidth / x, 40 * 40 / (32 * 32)
     assert added(by_norm=True) == 0.0
     assert added("dgrad", by_norm=True) == pytest.approx(3 + launch)
-    assert added("fprop", "wgrad", by_norm=True) == pytest.approx(17 / 8 - 2 + 2 + 17 / 8 + launch)
+    assert added("fprop", "wgrad", by_norm=True) == pytest.approx(1 + quads - 2 + 2 + 1 + quads + launch)
     # wgrad in bf16 reads the bf16 map, which then is written as before
     assert added("fprop", by_norm=True) == added("fprop", by_norm=False) == pytest.approx(3 + launch)
 
@@ -100,7 +100,7 @@ def test_measured_times_are_used_where_there_are_both(on_an_h200, monkeypatch):
         (
             "conv2d_wgrad_fp8",
             "torch.float8_e5m2",
-            "dy 128x128x10x32x4, kernel_size 3 3, promote 128, x 256x128x10x32x4",
+            "dy 128x128x10x10x4x4, kernel_size 3 3, promote 128, x 256x128x10x10x4x4",
         ),
     ]
 

@@ -223,10 +223,12 @@ def test_a_chooser_knows_whose_maps_norms_quantise():
     ("x", "weight", "words"),
     [
         ((1, 16, 16, 16), (16, 16, 3, 3), None),
-        ((1, 16, 32, 96), (16, 16, 1, 1), None),
+        ((1, 16, 32, 128), (16, 16, 1, 1), None),
+        ((1, 16, 32, 96), (16, 16, 1, 1), "quads need a power of two of columns, from 4 to 128, got 96"),
         ((1, 16, 14, 16), (16, 16, 3, 3), "quads need a multiple of 4 rows, got 14"),
-        ((1, 16, 16, 24), (16, 16, 3, 3), "quads need 4, 8, 16 or a multiple of 32 columns, got 24"),
-        ((1, 16, 16, 16), (16, 16, 5, 5), "filters have 5 rows, not 1 or 3"),
+        ((1, 16, 16, 24), (16, 16, 3, 3), "quads need a power of two of columns, from 4 to 128, got 24"),
+        ((1, 16, 16, 16), (16, 16, 5, 5), "filters have 5 rows and 5 columns, not 1 or 3"),
+        ((1, 16, 16, 16), (16, 16, 3, 5), "filters have 3 rows and 5 columns, not 1 or 3"),
     ],
 )
 def test_gradients_of_weights_that_have_no_kernel_stay_bf16(x: Sequence[int], weight: Sequence[int], words: str | None):
@@ -297,7 +299,7 @@ def test_weights_are_not_cast_and_activations_kept_in_fp8():
     saved = [node.meta["val"] for node in backward.graph.find_nodes(op="placeholder")]
     maps = {str(value.dtype): tuple(value.shape) for value in saved if value.numel() >= x.numel()}
     # for relu, for the weight, and the gradient that comes in
-    relu, quads, dy = tuple(x.shape), (16, 2, 6, 16, 4), (2, 32, 16, 16)
+    relu, quads, dy = tuple(x.shape), (16, 2, 6, 6, 4, 4), (2, 32, 16, 16)
     assert maps == {"torch.float32": relu, "torch.float8_e4m3fn": quads, "torch.bfloat16": dy}
 
 

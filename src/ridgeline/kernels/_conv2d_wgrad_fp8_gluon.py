@@ -36,9 +36,12 @@ def conv2d_wgrad_fp8_kernel(
     images, across,  # across: boxes in a row
     C: gl.constexpr, K: gl.constexpr, R: gl.constexpr, S: gl.constexpr, QUARTER: gl.constexpr, PARTS: gl.constexpr,
     BOX_N: gl.constexpr, BOX_W: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr,
-    X_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, SPAN: gl.constexpr, PROMOTED: gl.constexpr,
+    X_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, SPAN: gl.constexpr, PROMOTED: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
-    a = gl.allocate_shared_memory(dy_desc.dtype, [DY_STAGES] + dy_desc.block_type.shape, dy_desc.layout)  # noqa: RUF005
+    # a box of dy is what one group of warps multiplies
+    GROUPS: gl.constexpr = BLOCK_K // dy_desc.block_type.shape[2]
+    a_shape: gl.constexpr = [DY_STAGES * GROUPS] + dy_desc.block_type.shape  # noqa: RUF005
+    a = gl.allocate_shared_memory(dy_desc.dtype, a_shape, dy_desc.layout)
     b = gl.allocate_shared_memory(x_desc.dtype, [X_STAGES] + x_desc.block_type.shape, x_desc.layout)  # noqa: RUF005
     dy_full = gl.allocate_shared_memory(gl.int64, [DY_STAGES, 1], mbarrier.MBarrierLayout())
     dy_empty = gl.allocate_shared_memory(gl.int64, [DY_STAGES, 1], mbarrier.MBarrierLayout())
@@ -46,40 +49,56 @@ def conv2d_wgrad_fp8_kernel(
     x_empty = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(DY_STAGES):
         mbarrier.init(dy_full.index(stage), count=1)
-        mbarrier.init(dy_empty.index(stage), count=1)
+        mbarrier.init(dy_empty.index(stage), count=GROUPS)
     for stage in gl.static_range(X_STAGES):
         mbarrier.init(x_full.index(stage), count=1)
-        mbarrier.init(x_empty.index(stage), count=1)
+        mbarrier.init(x_empty.index(stage), count=GROUPS)
     fence_async_shared()
-    groups = gl.cdiv(images, BOX_N) * across
+    boxes = gl.cdiv(images, BOX_N) * across
     rings = (a, b, dy_full, dy_empty, x_full, x_empty)
-    gl.warp_specialize(
-        [
-            (_multiply, (parts_ptr, rings, groups, C, K, R, S, QUARTER, PARTS, BLOCK_K, BLOCK_C, X_STAGES, SPAN,
-                         PROMOTED)),
-            (_copy, (x_desc, dy_desc, rings, groups, across, C, K, R, S, QUARTER, PARTS, BOX_N, BOX_W, BLOCK_K, BLOCK_C,
-                     X_STAGES, DY_STAGES)),
-        ],
-        [1],
-        [24],
-    )  # fmt: skip
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_multiply, (parts_ptr, rings, boxes, C, K, R, S, QUARTER, PARTS, BLOCK_K, BLOCK_C, X_STAGES, SPAN,
+                             PROMOTED, HELD, 0)),
+                (_copy, (x_desc, dy_desc, rings, boxes, across, C, K, R, S, QUARTER, PARTS, BOX_N, BOX_W, BLOCK_K,
+                         BLOCK_C, X_STAGES, DY_STAGES)),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    else:
+        # while one group adds what it has multiplied, the tensor cores are the other's
+        gl.warp_specialize(
+            [
+                (_multiply, (parts_ptr, rings, boxes, C, K, R, S, QUARTER, PARTS, BLOCK_K, BLOCK_C, X_STAGES, SPAN,
+                             PROMOTED, HELD, 0)),
+                (_multiply, (parts_ptr, rings, boxes, C, K, R, S, QUARTER, PARTS, BLOCK_K, BLOCK_C, X_STAGES, SPAN,
+                             PROMOTED, HELD, 1)),
+                (_copy, (x_desc, dy_desc, rings, boxes, across, C, K, R, S, QUARTER, PARTS, BOX_N, BOX_W, BLOCK_K,
+                         BLOCK_C, X_STAGES, DY_STAGES)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
 
 
 @gluon.jit
 def _copy(
-    x_desc, dy_desc, rings, groups, across,
+    x_desc, dy_desc, rings, boxes, across,
     C: gl.constexpr, K: gl.constexpr, R: gl.constexpr, S: gl.constexpr, QUARTER: gl.constexpr, PARTS: gl.constexpr,
     BOX_N: gl.constexpr, BOX_W: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr,
     X_STAGES: gl.constexpr, DY_STAGES: gl.constexpr,
 ):  # fmt: skip
     a, b, dy_full, dy_empty, x_full, x_empty = rings
+    GROUPS: gl.constexpr = a.shape[0] // DY_STAGES
     x_step = 0
     dy_step = 0
     for unit in range(gl.program_id(0), _units(C, K, S, PARTS, BLOCK_K, BLOCK_C, 1), gl.num_programs(0)):
-        k, c, column, _, first, last = _share(unit, groups, C, K, S, PARTS, BLOCK_K, BLOCK_C, 1)
-        for group in range(first, last):
-            n = group // across * BOX_N
-            w = group % across * BOX_W
+        k, c, column, _, first, last = _share(unit, boxes, C, K, S, PARTS, BLOCK_K, BLOCK_C, 1)
+        for box in range(first, last):
+            n = box // across * BOX_N
+            w = box % across * BOX_W
             for row in range(QUARTER + R - 1):
                 stage = x_step % X_STAGES
                 # passes at once in the first round: the barrier's phase before its first is done by definition
@@ -92,36 +111,42 @@ def _copy(
                 if row >= R - 1:
                     stage = dy_step % DY_STAGES
                     mbarrier.wait(dy_empty.index(stage), ((dy_step // DY_STAGES) & 1) ^ 1)
-                    mbarrier.expect(dy_full.index(stage), dy_desc.block_type.nbytes)
-                    place = [n, row + 2 - R, k, w + 4]
-                    tma.async_copy_global_to_shared(dy_desc, place, dy_full.index(stage), a.index(stage))
+                    mbarrier.expect(dy_full.index(stage), GROUPS * dy_desc.block_type.nbytes)
+                    for group in gl.static_range(GROUPS):
+                        place = [n, row + 2 - R, k + group * (BLOCK_K // GROUPS), w + 4]
+                        box_of_dy = a.index(stage * GROUPS + group)
+                        tma.async_copy_global_to_shared(dy_desc, place, dy_full.index(stage), box_of_dy)
                     dy_step += 1
 
 
 @gluon.jit
 def _multiply(
-    parts_ptr, rings, groups,
+    parts_ptr, rings, boxes,
     C: gl.constexpr, K: gl.constexpr, R: gl.constexpr, S: gl.constexpr, QUARTER: gl.constexpr, PARTS: gl.constexpr,
     BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr, X_STAGES: gl.constexpr, SPAN: gl.constexpr,
-    PROMOTED: gl.constexpr,
+    PROMOTED: gl.constexpr, HELD: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
+    """What the boxes of dy of one group of warps give."""
     x_full, x_empty = rings[4], rings[5]
+    ROWS: gl.constexpr = rings[0].shape[3]  # of the tile
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_C, 32]
     )
     x_step = 0
     dy_step = 0
     for unit in range(gl.program_id(0), _units(C, K, S, PARTS, BLOCK_K, BLOCK_C, 1), gl.num_programs(0)):
-        k_first, c_first, column, part, first, last = _share(unit, groups, C, K, S, PARTS, BLOCK_K, BLOCK_C, 1)
-        total = _zeros(R, BLOCK_K, BLOCK_C, layout)
-        acc = _zeros(R, BLOCK_K, BLOCK_C, layout)
+        k_first, c_first, column, part, first, last = _share(unit, boxes, C, K, S, PARTS, BLOCK_K, BLOCK_C, 1)
+        total = _zeros(R, ROWS, BLOCK_C, layout)
+        acc = _zeros(R, ROWS, BLOCK_C, layout)
         for _ in range(first, last):
             for row in gl.static_range(R - 1):
                 mbarrier.wait(x_full.index((x_step + row) % X_STAGES), ((x_step + row) // X_STAGES) & 1)
             # a loop that the compiler does not unroll: it would keep the sums of all spans, to add them at the end
             for _ in range(QUARTER // SPAN):
                 for row in gl.static_range(SPAN):
-                    acc = _row(acc, rings, x_step, dy_step, row, R, SPAN, BLOCK_K, BLOCK_C, PROMOTED)
+                    acc = _row(
+                        acc, rings, layout, x_step, dy_step, row, R, SPAN, BLOCK_K, BLOCK_C, PROMOTED, HELD, GROUP
+                    )
                     x_step += 1
                     dy_step += 1
                 if PROMOTED:
@@ -131,7 +156,7 @@ def _multiply(
             x_step += R - 1
         if not PROMOTED:
             total = acc
-        k = k_first + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, layout))
+        k = k_first + GROUP * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
         c = c_first + gl.arange(0, BLOCK_C, layout=gl.SliceLayout(0, layout))
         place = parts_ptr + part.to(gl.int64) * (K * R * S * C) + column * C + k[:, None] * (R * S * C) + c[None, :]
         inside = (k < K)[:, None] & (c < C)[None, :]
@@ -141,21 +166,27 @@ def _multiply(
 
 @gluon.jit
 def _row(
-    acc, rings, x_step, dy_step, row: gl.constexpr,
+    acc, rings, layout: gl.constexpr, x_step, dy_step, row: gl.constexpr,
     R: gl.constexpr, SPAN: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr, PROMOTED: gl.constexpr,
+    HELD: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """`acc` with the products of one row of the gradient and the R rows of x that it meets; anew from row 0 if
     PROMOTED.
     """
     a, b, dy_full, dy_empty, x_full, x_empty = rings
+    ROWS: gl.constexpr = a.shape[3]
+    GROUPS: gl.constexpr = BLOCK_K // ROWS
     X_STAGES: gl.constexpr = b.shape[0]
-    DY_STAGES: gl.constexpr = a.shape[0]
+    DY_STAGES: gl.constexpr = a.shape[0] // GROUPS
     FIRST: gl.constexpr = row == 0  # no product is in flight
     LAST: gl.constexpr = row == SPAN - 1  # none may be afterwards
     newest = x_step + R - 1
     mbarrier.wait(x_full.index(newest % X_STAGES), (newest // X_STAGES) & 1)
     mbarrier.wait(dy_full.index(dy_step % DY_STAGES), (dy_step // DY_STAGES) & 1)
-    gradients = _as_fp8(a.index(dy_step % DY_STAGES), gl.float8e5, BLOCK_K)
+    gradients = _as_fp8(a.index(dy_step % DY_STAGES * GROUPS + GROUP), gl.float8e5, ROWS)
+    if HELD:
+        # read once for all taps, not once for each: half of what products of 64 channels read is dy
+        gradients = gradients.load(gl.DotOperandLayout(operand_index=0, parent=layout, k_width=4))
     sums = ()
     for r in gl.static_range(R):
         pixels = _as_fp8(b.index((x_step + r) % X_STAGES), gl.float8e4nv, BLOCK_C).permute((1, 0))
@@ -173,10 +204,10 @@ def _row(
 
 
 @gluon.jit
-def _zeros(COUNT: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr, layout: gl.constexpr):
+def _zeros(COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
     zeros = ()
     for _ in gl.static_range(COUNT):
-        zeros = zeros + (gl.zeros((BLOCK_K, BLOCK_C), gl.float32, layout),)  # noqa: RUF005 - Triton cannot unpack
+        zeros = zeros + (gl.zeros((ROWS, COLUMNS), gl.float32, layout),)  # noqa: RUF005 - Triton cannot unpack
     return zeros
 
 

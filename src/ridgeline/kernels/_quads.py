@@ -118,7 +118,7 @@ def store_quads(
 
 @triton.jit
 def _store_columns(channel_c, first, inside_c, STORED: tl.constexpr, ROWS: tl.constexpr, W: tl.constexpr):
-    """Copy the columns next to each quarter of a row beside it: of STORED rows, and of those above and below the map."""
+    """Copy the columns next to each quarter of a row: of STORED rows, and of those above and below the map."""
     # where a thread stored eight words, it has all four of each 16 bytes here
     place = tl.arange(0, _next_power_of_2(max(4 * (STORED + 2), STORED * W // 2)))
     stored, lane = place // 4, place % 4

@@ -64,7 +64,7 @@ class Config:
     """A tile of so many k by c, of all taps of a filter's column; rows of x and dy have room for `stages` steps.
 
     num_warps multiply, and one more copies. The images are split as long as a multiprocessor gets no more than `rounds`
-    tiles, each for its part of them.
+    tiles, each for its part of them. If `held`, rows of dy go through registers, which takes promotion at each.
     """
 
     k: int
@@ -72,12 +72,14 @@ class Config:
     stages: int
     num_warps: int
     rounds: int
+    held: bool = False
 
-    def is_valid(self, r: int, promoted: bool, target: Target) -> bool:
+    def is_valid(self, r: int, promote: int, target: Target) -> bool:
         rows = self.stages * self.k + self.x_stages(r) * self.c
-        sums = r * self.k * self.c // (32 * self.num_warps) * (2 if promoted else 1)
+        sums = r * self.k * self.c // (32 * self.num_warps) * (2 if promote else 1)
         return (
             target.arch == "sm_90"
+            and (promote == _ROW_BYTES or not self.held)
             and self.num_warps in (4, 8)
             and self.stages >= 2
             and self.rounds >= 1
@@ -91,6 +93,11 @@ class Config:
     def x_stages(self, r: int) -> int:
         """r rows of x are in use at a time, and one more until the step after has begun."""
         return self.stages + r
+
+    @property
+    def groups(self) -> int:
+        """Of four warps, each of which multiplies its share of k."""
+        return self.num_warps // 4
 
     def tiles(self, one: _Problem) -> int:
         return cdiv(one.k, self.k) * cdiv(one.c, self.c) * one.filter[1]
@@ -108,10 +115,11 @@ class TileConfig(Config):
     Of the `stages` steps that are under way the oldest is in registers.
     """
 
-    def is_valid(self, r: int, promoted: bool, target: Target) -> bool:  # noqa: ARG002 - a tile has one tap
-        sums = self.k * self.c // (32 * self.num_warps) * (2 if promoted else 1)
+    def is_valid(self, r: int, promote: int, target: Target) -> bool:  # noqa: ARG002 - a tile has one tap
+        sums = self.k * self.c // (32 * self.num_warps) * (2 if promote else 1)
         return (
             target.arch in _TILED
+            and not self.held
             and self.num_warps in (4, 8)
             and self.stages >= 3
             and self.rounds >= 1
@@ -206,7 +214,7 @@ def plan(
     kind = TileConfig if target.arch in _TILED else Config
 
     def valid(config: Config) -> bool:
-        return config.is_valid(r, promote > 0, target)
+        return config.is_valid(r, promote, target)
 
     if config is None:
         given = {"dy": dy, "x": x, "inverse": inverse, "kernel_size": kernel_size, "dy_row": dy_row, "x_row": x_row}
@@ -235,10 +243,7 @@ def plan(
             "NUMEL": dw.numel(), "PARTS": parts, "AT_ONCE": at_once, "BLOCK": block,
             "QUARTER": one.h // 4 * one.w, "W": one.w, "WORDS": _SUM_WORDS,
         },
-        num_warps=8,
-        num_stages=1,
-        output=dw,
-        before=(multiply,),
+        num_warps=8, num_stages=1, output=dw, before=(multiply,),
     )  # fmt: skip
 
 
@@ -247,14 +252,13 @@ def _multiply_columns(dy: Tensor, x: Tensor, sums: Tensor, one: _Problem, config
         kernel=conv2d_wgrad_fp8_kernel,
         grid=(programs,),
         arguments={
-            "x_desc": words_map(x, config.c), "dy_desc": words_map(dy, config.k), "parts_ptr": sums, "images": one.n,
-            "across": one.w // box_of(one.w)[1],
+            "x_desc": words_map(x, config.c), "dy_desc": words_map(dy, config.k // config.groups), "parts_ptr": sums,
+            "images": one.n, "across": one.w // box_of(one.w)[1],
         },
         constants=_constants(one, config, len(sums))
-        | {"X_STAGES": config.x_stages(one.filter[0]), "DY_STAGES": config.stages},
-        num_warps=config.num_warps,
-        num_stages=1,
-        output=sums,
+        | {"X_STAGES": config.x_stages(one.filter[0]), "DY_STAGES": config.stages, "HELD": config.held},
+        num_warps=4,  # of a group
+        num_stages=1, output=sums,
     )  # fmt: skip
 
 
@@ -264,10 +268,8 @@ def _multiply_tiles(dy: Tensor, x: Tensor, sums: Tensor, one: _Problem, config: 
         grid=(programs,),
         arguments={"dy_ptr": dy, "x_ptr": x, "parts_ptr": sums, "images": one.n},
         constants=_constants(one, config, len(sums)) | {"W": one.w},
-        num_warps=config.num_warps,
-        num_stages=config.stages,
-        output=sums,
-    )
+        num_warps=config.num_warps, num_stages=config.stages, output=sums,
+    )  # fmt: skip
 
 
 def _constants(one: _Problem, config: Config, parts: int) -> dict[str, int | float | bool | str]:
@@ -302,9 +304,9 @@ def _configs(one: _Problem, target: Target) -> tuple[Config, ...]:
     else:
         sizes = ((128, 64, 6, 8), (128, 128, 4, 8), (64, 64, 8, 4), (256, 64, 4, 8), (128, 32, 8, 8), (64, 128, 6, 4))
         sizes += ((64, 32, 8, 4), (128, 256, 3, 8), (64, 16, 8, 4))
-        columns = (Config(*numbers, rounds) for rounds, numbers in product((1, 2), sizes))
+        columns = (Config(*numbers, rounds, held) for rounds, numbers, held in product((1, 2), sizes, (True, False)))
         configs = tuple(c for c in columns if c.c <= widest)
-    return tuple(c for c in configs if c.k <= tallest and c.is_valid(one.filter[0], one.promote > 0, target))
+    return tuple(c for c in configs if c.k <= tallest and c.is_valid(one.filter[0], one.promote, target))
 
 
 def _problem(

@@ -7,7 +7,8 @@ counts    [tensors, 3]        int64; to row `row` are added the elements that sa
 
 returns   dx     [N, C, H, W]  channels_last, dtype of x, with `keep`; else empty
           dx8    [N, C, H, W]  FP8 e5m2, channels_last, rounded from the fp32 value that includes the residual
-          quads  [C, N, H / 4 + 2, W / 4 + 2, 4, 4]  the same values for the weight gradient, see _quads, with `quads`; else empty
+          quads  [C, N, H / 4 + 2, W / 4 + 2, 4, 4]  the same values for the weight gradient, see _quads, with `quads`;
+                 else empty
           dgamma, dbeta, dscale, dshift   the bits that group_norm_silu_backward gives with the same tiles
 
 amax and counts are changed in place, but the operator is registered as one that changes nothing, as quantize_fp8 is:
@@ -15,9 +16,10 @@ nothing in a graph may read them. Equal calls give equal bits. Raises ValueError
 group_norm_silu_backward and quantize_fp8 do, and where a program's registers do not hold a slab of x and one of dy:
 there is no second pass. `fits` says so beforehand.
 
-Predicted for 128 channels at 32x32, batch 128, bf16: 67 MB are read and 37.7 written, of which 21 quads, where the
-backward in bf16 writes 33.5; `keep` writes 33.5 more. It issues 42 instructions an element, 53 with dropout, where that
-backward has 34 and 45, and a multiprocessor could issue some 42 while it copies. Two programs share a multiprocessor.
+Predicted for 128 channels at 32x32, batch 128, bf16: 67 MB are read and 43.0 written, of which 26.2 quads, where
+the backward in bf16 writes 33.5; `keep` writes 33.5 more. It issues 43 instructions an element, 54 with dropout, where
+that backward has 34 and 45, and a multiprocessor could issue some 44 while it copies. Two programs share a
+multiprocessor.
 
 Not in `kernels.ALL`, whose ops return one tensor; `tuning.tune` takes it nevertheless, and times what makes dx.
 """

@@ -21,9 +21,9 @@ Registered as an operator that changes nothing, for it runs inside of compiled g
 else's: only `DelayedScaling.update_` reads them, once a step, outside. There are no gradients: who places it in a graph
 has the backward as a node of its own.
 
-Predicted for 128 channels at 32², batch 128, bf16, on an H200: 33.6 MB read, 16.8 and 21.0 written, 71 MB where
-group_norm_silu alone moves 67, and quantize_fp8 behind it as many again: 16.7 µs at the rate of a copy, in which 28
-instructions an element could be issued; it has 24 of them, 22 without quads, and with dropout 35. Three programs of
+Predicted for 128 channels at 32², batch 128, bf16, on an H200: 33.6 MB read, 16.8 and 26.2 written, 77 MB where
+group_norm_silu alone moves 67, and quantize_fp8 behind it as many again: 17.9 µs at the rate of a copy, in which 30
+instructions an element could be issued; it has 25 of them, 21 without quads, and with dropout 37. Three programs of
 32 KB of x share a multiprocessor, as in bf16. Of a pixel such a slab writes 16 bytes, half of what memory writes at a
 time: the other half, of its neighbour, must come while L2 still holds the first. `candidates` has wider slabs.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
+from math import prod
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from ridgeline.train_rewrites.fp8_passes import impossible_passes
 from ridgeline.train_rewrites.use_convolutions import Convolution
 
 _LAUNCH_S = 2e-6  # of a pass of its own over a map, in a graph
-_QUADS = 9 / 8  # bytes an element, with the rows that are there twice
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,15 @@ def quantise_seconds(conv: Convolution, passes: frozenset[str], spec: DeviceSpec
     of bf16, unless a pass needs that too. The gradient is charged the pass of its own, whoever makes it.
     """
     total, problem = 0.0, conv.problem
+    n, c, h, w = conv.x
+    quads = prod(quads_shape(n, c, h, w)) / prod(conv.x)  # bytes an element
     for numel, readers, fused in (
         (problem.x_numel, ("fprop", "wgrad"), by_norm),
         (problem.y_numel, ("dgrad", "wgrad"), False),
     ):
         narrow = [reader for reader in readers if reader in passes]
         if narrow:
-            written = 1 + (_QUADS if "wgrad" in narrow else 0)
+            written = 1 + (quads if "wgrad" in narrow else 0)
             alone = not fused or len(narrow) < len(readers)
             total += numel * (2 + written if alone else written - 2) / spec.bandwidth + (_LAUNCH_S if alone else 0.0)
     return total

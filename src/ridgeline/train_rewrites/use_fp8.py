@@ -6,9 +6,9 @@
     dx            = conv2d(dy8, w8 turned) / scales
     dw, db        = wgrad(dy quads, x quads) / scales
 
-An activation is kept for the backward pass as its quads (see `kernels._quads`), some nine bits an element; the weight's
-value is not read at all, so that no graph casts it. Scales, and the FP8 copies of weights, are attributes of the graph:
-tensors that the owner of the step writes in place, between graphs.
+An activation is kept for the backward pass as its quads (see `kernels._quads`), of 1.56 bytes an element at 32x32
+and 2.25 at 16x16; the weight's value is not read at all, so that no graph casts it. Scales, and the FP8 copies of
+weights, are attributes of the graph: tensors that the owner of the step writes in place, between graphs.
 """
 
 from __future__ import annotations
