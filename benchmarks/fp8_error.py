@@ -171,7 +171,7 @@ class WeightGradient:
         return None
 
     def fp8(self, pair: Pair, inverse: Tensor, variant: Variant) -> dict[str, Any]:
-        operands = {"dy": to_quads(pair[0]), "x": to_quads(pair[1]), "inverse": inverse}
+        operands = {"dy": to_quads(pair[0], beside=False), "x": to_quads(pair[1], beside=True), "inverse": inverse}
         return {**operands, "kernel_size": (3, 3), "dy_row": 0, "x_row": 1, "promote": variant.promote}
 
     def bf16(self, pair: Pair) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def short_sums(bits: int):
     """Stands in for the weight gradient: sums of so many bits, 32 products at a time, promoted as asked for."""
 
     def compute(problem, arguments, _variant):
-        dy, x = (from_quads(arguments[name]).float() for name in ("dy", "x"))
+        dy, x = (from_quads(arguments[name], beside=name == "x").float() for name in ("dy", "x"))
         patches = F.unfold(x, 3, padding=1).transpose(1, 2).reshape(-1, 32, TAPS * problem.channels)
         steps = dy.permute(0, 2, 3, 1).reshape(-1, 32, problem.channels).transpose(1, 2) @ patches
         spans = steps.split((arguments["promote"] or problem.reduction) // 32)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from triton.runtime.interpreter import interpreter_builder
 
 from ridgeline.kernels import conv2d_wgrad_fp8
 from ridgeline.kernels._conv2d_wgrad_fp8_tl import conv2d_wgrad_fp8_tl_kernel
@@ -65,20 +66,32 @@ def test_what_lies_behind_the_images_is_not_read():
     assert multiply.output.isfinite().all()
 
 
-def test_channels_beyond_2_to_the_31_bytes_are_found():
-    images = 360_000
-    dy, x = (
-        torch.empty(quads_shape(images, channels, 4, 4), dtype=torch.uint8, device=DEVICE) for channels in (128, 16)
-    )
-    assert dy.numel() > 2**31
-    # the first part reads eight images; of dy all but the last channel are zero
-    dy[:, :8], x[:, :8] = 0, torch.tensor(1.0).to(E4M3).view(torch.uint8)
-    dy[-1, :8] = torch.tensor(1.0).to(E5M2).view(torch.uint8)
-    dw = torch.full((128, 16), float("nan"), device=DEVICE)
-    sizes = {"C": 16, "K": 128, "R": 1, "S": 1, "QUARTER": 1, "W": 4, "BOX_N": 8, "BOX_W": 4}
-    tile = {"BLOCK_K": 128, "BLOCK_C": 16, "SPAN": 1, "PROMOTED": True, "PARTS": images // 8}
-    conv2d_wgrad_fp8_tl_kernel[(1,)](dy.view(E5M2), x.view(E4M3), dw, images, **sizes, **tile)
-    assert dw[-1].eq(128).all() and dw[:-1].eq(0).all()
+@pytest.mark.parametrize(
+    ("k", "c", "parts"),
+    [pytest.param(256, 16, 363, id="of dy"), pytest.param(16, 256, 188, id="of x")],
+)
+def test_images_beyond_2_to_the_31_bytes_are_found(k, c, parts, monkeypatch):
+    """A 32-bit offset of the image that the last part reads would be that of one of the first images."""
+    images = (parts - 1) * parts + 1  # as many as parts for each, and one is left to the last
+    dy = torch.empty(quads_shape(images, k, 4, 32, beside=False), dtype=torch.uint8, device=DEVICE)
+    x = torch.empty(quads_shape(images, c, 4, 32, beside=True), dtype=torch.uint8, device=DEVICE)
+    image = max(dy[0].numel(), x[0].numel())
+    assert min(dy.numel(), x.numel()) < 2**31 and image * (images - 1) > 2**32
+    wrapped = image * (images - 1) % 2**32 // image
+    for quads, dtype in ((dy, E5M2), (x, E4M3)):
+        quads[: wrapped + 2], quads[-1] = 0, 0
+        quads[-1, :, -1] = torch.tensor(1.0).to(dtype).view(torch.uint8)
+    dw = torch.full((parts, k, c), float("nan"), device=DEVICE)
+    sizes = {"C": c, "K": k, "R": 1, "S": 1, "QUARTER": 1, "W": 32, "BOX_N": 1, "BOX_W": 32}
+    tile = {"BLOCK_K": k, "BLOCK_C": c, "SPAN": 1, "PROMOTED": True, "PARTS": parts}
+    if not HAS_GPU:
+        # the interpreter takes long for each program
+        last = {"grid_idx": (parts - 1, 0, 0)}
+        monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda *_: vars(interpreter_builder).update(last))
+    grid = (parts if HAS_GPU else 1,)
+    conv2d_wgrad_fp8_tl_kernel[grid](dy.view(E5M2), x.view(E4M3), dw, images, **sizes, **tile)
+    # the pixels of one image
+    assert dw[-1, -1, -1] == 4 * 32 and dw[-1].count_nonzero() == 1
 
 
 # --- configs ---------------------------------------------------------------------------------------------------------

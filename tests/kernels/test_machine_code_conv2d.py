@@ -58,6 +58,8 @@ WGRAD_FP8 = tuple(
     for sample in (0, 2, 3, 4, 5)
     for held in (False, True)
 )
+# one group of warps that multiplies
+WGRAD_FP8 += (Case(conv2d_wgrad_fp8.OP, conv2d_wgrad_fp8.Config(64, 64, 8, 4, 1, True), torch.float8_e5m2),)
 INSTRUCTIONS = {torch.bfloat16: ("HGMMA", "F32.BF16"), torch.float8_e4m3fn: ("QGMMA", "F32.E4M3.E4M3")}
 INSTRUCTIONS[torch.float8_e5m2] = ("QGMMA", "F32.E5M2.E4M3")
 
@@ -75,7 +77,10 @@ def test_tiles_are_of_every_kind():
     assert [case.launch().constants["TAPS"] for case in WGRAD] == [1, 2]
     assert [case.launch().constants["STRIDE"] for case in BY_2] == [2] * 6
     assert [case.launch().constants["R"] for case in BY_2] == [1, 3] * 3
-    assert [case.launch().constants["BOX_W"] for case in WGRAD_FP8[::2]] == [32, 16, 8, 4, 32]
+    assert [case.launch().constants["BOX_W"] for case in WGRAD_FP8[::2]] == [32, 16, 8, 4, 32, 32]
+    configs = [case.config for case in WGRAD_FP8 if isinstance(case.config, conv2d_wgrad_fp8.Config)]
+    assert {config.groups for config in configs} == {1, 2}
+    assert {case.launch().num_warps for case in WGRAD_FP8} == {4}, "of the first group"
 
 
 def test_nothing_spills(reports: dict[Case, SassReport]):

@@ -19,7 +19,7 @@ from ridgeline.cost import cost_of
 from ridgeline.cudagraph import capture
 from ridgeline.kernels._nhwc import random_nhwc
 from ridgeline.kernels._op import Launch, typical_target
-from ridgeline.kernels._quads import quads_shape, to_quads
+from ridgeline.kernels._quads import to_quads
 from ridgeline.kernels._quantize_fp8 import FORMATS, observe, record, to_fp8
 from ridgeline.kernels._quantize_fp8_call import CONFIGS, Config, default_config
 from ridgeline.kernels.quantize_fp8 import OP, amax_launch, plan, quantized
@@ -54,7 +54,7 @@ def expected(arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     """(y, quads or empty, amax, counts) of a call whose state has seen nothing."""
     scale = arguments["scale"][arguments["row"]]
     y, *seen = quantized(arguments["x"], scale, fp8_format=arguments["fp8_format"])
-    return y, to_quads(y) if arguments.get("quads") else y.new_empty(0), *seen
+    return y, to_quads(y, beside=arguments["fp8_format"] == "e4m3") if arguments.get("quads") else y.new_empty(0), *seen
 
 
 def assert_equal(actual: tuple[Tensor, ...], right: tuple[Tensor, ...], why: str = "") -> None:
@@ -73,7 +73,7 @@ def run(arguments: dict[str, Any], config: Config | None = None) -> tuple[Tensor
     launch.output.view(torch.uint8).fill_(0x55)
     words, quads = launch.arguments.get("words_ptr"), launch.output.new_empty(0)
     if isinstance(words, Tensor):
-        quads = words.fill_(0x55555555).view(quads.dtype).view(quads_shape(*launch.output.shape))
+        quads = words.fill_(0x55555555).view(quads.dtype).view(*words.shape, 4)
     launch.run()
     return launch.output, quads, amax, counts
 
@@ -96,12 +96,12 @@ def test_every_number_of_fp16(fp8_format: str):
     y, quads, amax, counts = run({"x": x, **state(), "fp8_format": fp8_format, "quads": True})
     kind = FORMATS[fp8_format]
     rounded = x.float().clamp(-kind.largest, kind.largest).to(kind.dtype)
-    assert torch.equal(codes(y), codes(rounded)) and torch.equal(codes(quads), codes(to_quads(rounded)))
+    assert torch.equal(codes(quads), codes(to_quads(rounded, beside=fp8_format == "e4m3")))
     wide, magnitude = x.float(), y.float().abs()
     overflows, underflows, elements = counts[0]
     assert overflows == (wide.abs() > {"e4m3": 464, "e5m2": 61440}[fp8_format]).sum() > 0
     assert underflows == ((magnitude == 0) & (wide != 0)).sum() > 0
-    assert elements == x.numel() and amax.isnan()
+    assert torch.equal(codes(y), codes(rounded)) and elements == x.numel() and amax.isnan()
 
 
 @pytest.mark.parametrize("fp8_format", FORMATS)
@@ -192,8 +192,8 @@ def test_a_planted_error_is_caught():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(3, 80, 8, 8), pytest.param((128, 128, 32, 32), marks=pytest.mark.gpu)])
 def test_every_tile_makes_the_same(shape: tuple[int, int, int, int], dtype: torch.dtype):
-    given = {"x": random_nhwc(shape, dtype, DEVICE, seed=0), **state(100.0), "fp8_format": "e4m3"}
-    for arguments in ({**given, "quads": False}, {**given, "quads": True}):
+    given = {"x": random_nhwc(shape, dtype, DEVICE, seed=0), **state(100.0), "fp8_format": "e4m3", "quads": True}
+    for arguments in ({**given, "quads": False}, given, {**given, "fp8_format": "e5m2"}):
         right = expected(arguments)
         for config in CONFIGS:
             assert_equal(run(arguments, config), right, str(config))
@@ -212,7 +212,7 @@ WAYS = pytest.mark.parametrize("way", [nullcontext, fp8_by_reference], ids=["ker
 
 @WAYS
 @pytest.mark.parametrize("fp8_format", FORMATS)
-@pytest.mark.parametrize("shape", [(3, 16, 8, 8), (2, 48, 4, 16), (5, 16, 4, 4), (1, 80, 16, 32)])
+@pytest.mark.parametrize("shape", [(3, 16, 8, 8), (2, 48, 4, 16), (5, 16, 4, 4), (1, 80, 16, 32), (1, 16, 4, 128)])
 def test_one_row_is_recorded_without_a_version(shape: tuple[int, int, int, int], fp8_format: str, way: Any):
     x = random_nhwc(shape, torch.float32, DEVICE, seed=0)
     scale, (amax, counts) = torch.tensor([1.0, 300.0], device=DEVICE), nothing_seen(2)
@@ -305,10 +305,10 @@ def test_cost_reads_once_and_writes_a_byte_each():
     arguments = OP.samples[3].arguments(torch.float16, DEVICE)
     numel = arguments["x"].numel()
     work = cost_of(OP.overload, (), arguments)
-    # rows and columns that lie beside a quarter are there twice
-    copy = 48 * 2 * (2 + 2) * (4 + 2) * 16
+    copy = 2 * (2 + 2) * 48 * (4 + 2) * 16  # rows and columns beside a quarter are there twice, but of gradients
     assert work and (work.read_bytes, work.write_bytes) == (2 * numel + 4, numel + copy + 28)
     assert OP.cost(**{**arguments, "quads": False}).write_bytes == numel + 28
+    assert OP.cost(**{**arguments, "fp8_format": "e5m2"}).write_bytes == 2 * numel + 28
     with FlopCounterMode(display=False) as counter:
         OP(**arguments)
     assert counter.get_total_flops() == work.flops == 4 * numel
@@ -390,11 +390,11 @@ def test_a_captured_call_reads_the_scale_anew():
 def test_more_than_2_to_the_31_elements():
     matrix = torch.zeros((2**26 + 3, 33), dtype=torch.float16, device="cuda")
     maps = torch.zeros((2**16 + 1, 32, 32, 33), dtype=torch.float16, device="cuda").permute(0, 3, 1, 2)
-    for x, quads in ((matrix, False), (maps, True)):
+    for x, quads, fp8_format in ((matrix, False, "e4m3"), (maps, True, "e4m3"), (maps, True, "e5m2")):
         x[-1] = 7.0
-        y, copy, amax, counts = call({"x": x, **state(), "fp8_format": "e4m3", "quads": quads})
+        y, copy, amax, counts = call({"x": x, **state(), "fp8_format": fp8_format, "quads": quads})
         assert (y[-1].float() == 7.0).all() and not y[:-1].view(torch.uint8).any()
         assert amax.item() == 7.0 and counts.tolist() == [[0, 0, x.numel()]]
         if quads:
-            assert torch.equal(codes(copy[:, -1:]), codes(to_quads(y[-1:])))
-            assert not copy[:, :-1].view(torch.uint8).any()
+            assert torch.equal(codes(copy[-1:]), codes(to_quads(y[-1:], beside=fp8_format == "e4m3")))
+            assert not copy[:-1].view(torch.uint8).any()

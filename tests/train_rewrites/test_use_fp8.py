@@ -299,7 +299,7 @@ def test_weights_are_not_cast_and_activations_kept_in_fp8():
     saved = [node.meta["val"] for node in backward.graph.find_nodes(op="placeholder")]
     maps = {str(value.dtype): tuple(value.shape) for value in saved if value.numel() >= x.numel()}
     # for relu, for the weight, and the gradient that comes in
-    relu, quads, dy = tuple(x.shape), (16, 2, 6, 6, 4, 4), (2, 32, 16, 16)
+    relu, quads, dy = tuple(x.shape), (2, 6, 16, 6, 4, 4), (2, 32, 16, 16)
     assert maps == {"torch.float32": relu, "torch.float8_e4m3fn": quads, "torch.bfloat16": dy}
 
 

@@ -113,7 +113,7 @@ def _copy(
                     mbarrier.wait(dy_empty.index(stage), ((dy_step // DY_STAGES) & 1) ^ 1)
                     mbarrier.expect(dy_full.index(stage), GROUPS * dy_desc.block_type.nbytes)
                     for group in gl.static_range(GROUPS):
-                        place = [n, row + 2 - R, k + group * (BLOCK_K // GROUPS), w + 4]
+                        place = [n, row + 1 - R, k + group * (BLOCK_K // GROUPS), w]
                         box_of_dy = a.index(stage * GROUPS + group)
                         tma.async_copy_global_to_shared(dy_desc, place, dy_full.index(stage), box_of_dy)
                     dy_step += 1
@@ -249,18 +249,29 @@ def _operand_layout(rows, inner):
 @triton.jit(do_not_specialize=["dy_row", "x_row"])
 def wgrad_fp8_sums_kernel(
     parts_ptr, dy_ptr, inverse_ptr, dw_ptr, db_ptr, dy_row, x_row, images,
-    NUMEL: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
+    NUMEL: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
     QUARTER: tl.constexpr, W: tl.constexpr, WORDS: tl.constexpr,  # QUARTER: pixels
 ):  # fmt: skip
     """dw = the sum of parts [PARTS, NUMEL] fp32 and db = that of dy's pixels, both scaled, in an order that is fixed.
 
-    The first programs take BLOCK elements of dw each, the others a channel of dy each: words of four e5m2 numbers.
+    The first K programs, which take longest, have a channel of dy each: words of four e5m2 numbers. The others have
+    BLOCK elements of dw each.
     """
-    program = tl.program_id(0)
-    blocks: tl.constexpr = (NUMEL + BLOCK - 1) // BLOCK
+    k = tl.program_id(0)
     dy_inverse = tl.load(inverse_ptr + dy_row)
-    if program < blocks:
-        at = program * BLOCK + tl.arange(0, BLOCK)
+    if k < K:
+        pixels = tl.zeros((WORDS,), tl.float32)
+        for first in range(0, images * QUARTER, WORDS):
+            word = first + tl.arange(0, WORDS)
+            row = (word // W).to(tl.int64)  # of all images
+            bits = tl.load(dy_ptr + (row * K + k) * W + word % W, mask=word < images * QUARTER, other=0)
+            for i in tl.static_range(4):
+                # e5m2 is the upper byte of fp16
+                half = ((bits >> (8 * i)) << 8).to(tl.int16)
+                pixels += half.to(tl.float16, bitcast=True).to(tl.float32)
+        tl.store(db_ptr + k, tl.sum(pixels, axis=0) * dy_inverse)
+    else:
+        at = (k - K) * BLOCK + tl.arange(0, BLOCK)
         part = tl.arange(0, AT_ONCE)[:, None]
         total = tl.zeros((AT_ONCE, BLOCK), tl.float32)
         for first in tl.static_range(0, PARTS, AT_ONCE):
@@ -268,16 +279,3 @@ def wgrad_fp8_sums_kernel(
             total += tl.load(place, mask=(at < NUMEL)[None, :] & (first + part < PARTS), other=0.0)
         scale = dy_inverse * tl.load(inverse_ptr + x_row)
         tl.store(dw_ptr + at, (tl.sum(total, axis=0) * scale).to(dw_ptr.dtype.element_ty), mask=at < NUMEL)
-    else:
-        k = program - blocks
-        channel = k.to(tl.int64) * images
-        pixels = tl.zeros((WORDS,), tl.float32)
-        for first in range(0, images * QUARTER, WORDS):
-            word = first + tl.arange(0, WORDS)
-            row = (channel + word // QUARTER) * (QUARTER // W + 2) + 1 + word % QUARTER // W
-            bits = tl.load(dy_ptr + row * (W + 8) + 4 + word % W, mask=word < images * QUARTER, other=0)
-            for i in tl.static_range(4):
-                # e5m2 is the upper byte of fp16
-                half = ((bits >> (8 * i)) << 8).to(tl.int16)
-                pixels += half.to(tl.float16, bitcast=True).to(tl.float32)
-        tl.store(db_ptr + k, tl.sum(pixels, axis=0) * dy_inverse)

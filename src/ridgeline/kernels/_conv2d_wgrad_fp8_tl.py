@@ -26,8 +26,8 @@ def conv2d_wgrad_fp8_tl_kernel(
     PARTS: tl.constexpr, BOX_N: tl.constexpr, BOX_W: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
     SPAN: tl.constexpr, PROMOTED: tl.constexpr,
 ):  # fmt: skip
-    ROW: tl.constexpr = 4 * W + 32
-    IMAGE: tl.constexpr = (QUARTER + 2) * ROW
+    DY_ROW: tl.constexpr = 4 * K * W  # bytes
+    X_ROW: tl.constexpr = 4 * C * (W + 8)
     STEP: tl.constexpr = 4 * BOX_N * BOX_W
     ACROSS: tl.constexpr = W // BOX_W
     K_TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -45,10 +45,10 @@ def conv2d_wgrad_fp8_tl_kernel(
 
     byte = tl.arange(0, STEP)
     image = byte // (4 * BOX_W)
-    pixel = image * IMAGE + byte % (4 * BOX_W)
-    channel = images * IMAGE  # bytes: fewer than 2^31
-    dy_kp = dy_ptr + (k.to(tl.int64) * channel)[:, None] + pixel[None, :]
-    x_cp = x_ptr + (c.to(tl.int64) * channel)[:, None] + (pixel + (down * ROW + right * 16))[None, :]
+    across = byte % (4 * BOX_W)
+    dy_kp = (k * (4 * W))[:, None] + (image * (QUARTER * DY_ROW) + across)[None, :]
+    # row 0 of an activation's quads is the one above the map, and its first 16 bytes the column to the left
+    x_cp = (c * (4 * W + 32))[:, None] + (image * ((QUARTER + 2) * X_ROW) + across + 16)[None, :]
     acc = tl.zeros((BLOCK_K, BLOCK_C), tl.float32)
     total = tl.zeros((BLOCK_K, BLOCK_C), tl.float32)
     for step in range(part * each * QUARTER, tl.minimum(part * each + each, groups) * QUARTER):
@@ -56,16 +56,16 @@ def conv2d_wgrad_fp8_tl_kernel(
         group = step // QUARTER
         n = group // ACROSS * BOX_N
         w = group % ACROSS * BOX_W
-        # row 0 of quads is the one above the map, and its first 16 bytes the column to the left
-        at = n * IMAGE + (row + 1) * ROW + 4 * w + 16
+        dy_at = dy_ptr + (n.to(tl.int64) * QUARTER + row) * DY_ROW + 4 * w
+        x_at = x_ptr + (n.to(tl.int64) * (QUARTER + 2) + row + down + 1) * X_ROW + 4 * w + right * 16
         of_dy = (k < K)[:, None]
         of_x = (c < C)[:, None]
         if BOX_N > 1:
             there = (n + image < images)[None, :]
             of_dy = of_dy & there
             of_x = of_x & there
-        dy = tl.load(dy_kp + at, mask=of_dy, other=0.0)
-        x = tl.load(x_cp + at, mask=of_x, other=0.0)
+        dy = tl.load(dy_at + dy_kp, mask=of_dy, other=0.0)
+        x = tl.load(x_at + x_cp, mask=of_x, other=0.0)
         if PROMOTED and SPAN == 1:
             # without a limit of its own the compiler would add the tile in the tensor cores after all
             total += tl.dot(dy, tl.trans(x), max_num_imprecise_acc=STEP)

@@ -27,7 +27,7 @@ _IN_ASSEMBLY = tl.constexpr(not INTERPRETED)
 @triton.jit(do_not_specialize=["row"])
 def backward_fp8_kernel(
     dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, residual_ptr, sums_ptr, dx_ptr,
-    codes_ptr, words_ptr, fp8_scale_ptr, amax_ptr, counts_ptr, row, images,
+    codes_ptr, words_ptr, fp8_scale_ptr, amax_ptr, counts_ptr, row,
     HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr, PIECES: tl.constexpr,
@@ -74,7 +74,7 @@ def backward_fp8_kernel(
                 words_pc = to_words(z[step - 3], z[step - 2], z[step - 1], z[step], _FORMAT)
                 c = tl.arange(0, BLOCK_C)
                 store_quads(
-                    words_ptr, words_pc, n, step // 4 * BLOCK_P, slab * (K * CG) + c, c < K * CG, images, HW // 4, W
+                    words_ptr, words_pc, n, step // 4 * BLOCK_P, slab * (K * CG) + c, c < K * CG, C, HW // 4, W, False
                 )
     elements = tl.where(tl.program_id(0) == 0, tl.num_programs(0).to(tl.int64) * (HW * K * CG), 0)
     record(amax_ptr + row, counts_ptr + row * 3, peak_pc, events_pc, elements)

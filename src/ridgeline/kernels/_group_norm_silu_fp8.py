@@ -120,7 +120,7 @@ _WEAVING = tl.constexpr(
 @triton.jit(do_not_specialize=["row"])
 def forward_fp8_kernel(
     x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, fp8_scale_ptr, y_ptr, words_ptr, amax_ptr,
-    counts_ptr, row, images,
+    counts_ptr, row,
     HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr, W: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr, PIECES: tl.constexpr,
@@ -168,7 +168,7 @@ def forward_fp8_kernel(
             four = four + (done_pc,)  # noqa: RUF005 - Triton cannot unpack
         if words_ptr is not None:
             words_pc = weave(four[0], four[1], four[2], four[3])
-            store_quads(words_ptr, words_pc, n, block * BLOCK_P, slab * WIDTH + c, c < WIDTH, images, Q, W)
+            store_quads(words_ptr, words_pc, n, block * BLOCK_P, slab * WIDTH + c, c < WIDTH, C, Q, W, True)
     peak_pc, events_pc = what_was_seen(seen)
     elements = tl.where(tl.program_id(0) == 0, tl.num_programs(0).to(tl.int64) * (HW * WIDTH), 0)
     record(amax_ptr + row, counts_ptr + row * 3, peak_pc, events_pc, elements)

@@ -110,7 +110,7 @@ def quantize_quads_kernel(
         )  # fmt: skip
         scaled = scaled + (z_jc,)  # noqa: RUF005 - Triton cannot unpack
     words_jc = to_words(scaled[0], scaled[1], scaled[2], scaled[3], FORMAT)
-    store_quads(words_ptr, words_jc, n, first, c, c < C, images, QUARTER, W)
+    store_quads(words_ptr, words_jc, n, first, c, c < C, C, QUARTER, W, FORMAT == "e4m3")
     elements = tl.where(program == 0, 4 * images.to(tl.int64) * QUARTER * C, 0)
     record(amax_ptr + row, counts_ptr + row * 3, peak_jc, events_jc, elements)
 

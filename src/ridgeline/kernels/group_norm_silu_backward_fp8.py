@@ -7,8 +7,7 @@ counts    [tensors, 3]        int64; to row `row` are added the elements that sa
 
 returns   dx     [N, C, H, W]  channels_last, dtype of x, with `keep`; else empty
           dx8    [N, C, H, W]  FP8 e5m2, channels_last, rounded from the fp32 value that includes the residual
-          quads  [C, N, H / 4 + 2, W / 4 + 2, 4, 4]  the same values for the weight gradient, see _quads, with `quads`;
-                 else empty
+          quads  [N, H / 4, C, W / 4, 4, 4]  the same values for the weight gradient (see _quads); empty without `quads`
           dgamma, dbeta, dscale, dshift   the bits that group_norm_silu_backward gives with the same tiles
 
 amax and counts are changed in place, but the operator is registered as one that changes nothing, as quantize_fp8 is:
@@ -16,10 +15,9 @@ nothing in a graph may read them. Equal calls give equal bits. Raises ValueError
 group_norm_silu_backward and quantize_fp8 do, and where a program's registers do not hold a slab of x and one of dy:
 there is no second pass. `fits` says so beforehand.
 
-Predicted for 128 channels at 32x32, batch 128, bf16: 67 MB are read and 43.0 written, of which 26.2 quads, where
-the backward in bf16 writes 33.5; `keep` writes 33.5 more. It issues 43 instructions an element, 54 with dropout, where
-that backward has 34 and 45, and a multiprocessor could issue some 44 while it copies. Two programs share a
-multiprocessor.
+For 128 channels at 32x32, batch 128, bf16, 67 MB are read and 33.6 written, half of it quads, as much as the backward
+in bf16 writes; `keep` writes 33.6 more. It issues 41 instructions an element, 52 with dropout, where that backward has
+34 and 45, and a multiprocessor could issue some 44 while it copies. Two programs share a multiprocessor.
 
 Not in `kernels.ALL`, whose ops return one tensor; `tuning.tune` takes it nevertheless, and times what makes dx.
 """
@@ -139,7 +137,7 @@ def gradients(
     given = (gamma, beta, scale, shift)
     found = (x.new_empty(0) if t is None else gradient for t, gradient in zip(given, others, strict=True))
     kept = dx.to(x.dtype) if keep else x.new_empty(0)
-    copy = to_quads(dx8) if quads else dx8.new_empty(0)
+    copy = to_quads(dx8, beside=False) if quads else dx8.new_empty(0)
     return (kept, dx8, copy, *found), tuple(seen)  # pyright: ignore[reportReturnType]
 
 
@@ -165,7 +163,7 @@ def cost(
 ) -> Cost:
     """The backward's, with a byte an element and the quads in place of dx; of the state one row."""
     base = group_norm_silu_backward.cost(dy, x, gamma, beta, *operands, **others)
-    maps = (x.nbytes if keep else 0) + x.numel() + (prod(quads_shape(*x.shape)) if quads else 0)
+    maps = (x.nbytes if keep else 0) + x.numel() + (prod(quads_shape(*x.shape, beside=False)) if quads else 0)
     written = base.write_bytes - x.nbytes + maps + 4 + 3 * 8
     return Cost(base.flops + _QUANTIZING_FLOPS * x.numel(), base.read_bytes + 4, written)
 
@@ -191,7 +189,7 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
         call.refuse(f"no program holds {config.groups} of {call.groups} groups of x and dy, {shape}: {config}")
     n, c, h, w = call.x.shape
     dx8 = empty_y(call.x, FORMAT)
-    words = call.x.new_empty(quads_shape(n, c, h, w)[:5], dtype=torch.int32) if call.quads else None
+    words = call.x.new_empty(quads_shape(n, c, h, w, beside=False)[:5], dtype=torch.int32) if call.quads else None
     return BoundedLaunch(
         backward_fp8_kernel,
         grid=(config.programs(call),),
@@ -208,7 +206,6 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
             "amax_ptr": call.amax.data.view(torch.int32),
             "counts_ptr": call.counts.data,
             "row": call.row,
-            "images": n,
         },
         constants={**call.pieces(config), **call.constants(), "W": w},
         num_warps=config.num_warps,
@@ -272,7 +269,9 @@ def group_norm_silu_backward_fp8(
     return (
         dx if isinstance(dx, Tensor) else x.new_empty(0),
         dx8,
-        words.view(dx8.dtype).view(quads_shape(*x.shape)) if isinstance(words, Tensor) else dx8.new_empty(0),
+        words.view(dx8.dtype).view(quads_shape(*x.shape, beside=False))
+        if isinstance(words, Tensor)
+        else dx8.new_empty(0),
         *found,
     )
 
@@ -296,7 +295,7 @@ def _fake(
     return (
         torch.empty_like(x, memory_format=torch.channels_last) if keep else x.new_empty(0),
         dx8,
-        dx8.new_empty(quads_shape(*x.shape) if quads else 0),
+        dx8.new_empty(quads_shape(*x.shape, beside=False) if quads else 0),
         *group_norm_silu_backward.empty_gradients(x, gamma, beta, scale, shift),
     )
 

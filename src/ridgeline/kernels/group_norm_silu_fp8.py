@@ -10,7 +10,7 @@ quads         whether to make them, see `_quads`; the map must have some
 all else      as group_norm_silu takes it: the same calls, the same elements dropped for equal seed and offset
 
 returns y8    [N, C, H, W] float8_e4m3fn, channels_last
-        quads [C, N, H / 4 + 2, W / 4 + 2, 4, 4] float8_e4m3fn; empty without `quads`
+        quads [N, H / 4 + 2, C, W / 4 + 2, 4, 4] float8_e4m3fn; empty without `quads`
 
 It is the fp32 value that is quantised: what rounding to bf16 in between would do to it is left out. An empty batch
 gives empty results and records nothing. Raises ValueError or TypeError for what group_norm_silu or quantize_fp8 refuse,
@@ -23,7 +23,7 @@ has the backward as a node of its own.
 
 Predicted for 128 channels at 32², batch 128, bf16, on an H200: 33.6 MB read, 16.8 and 26.2 written, 77 MB where
 group_norm_silu alone moves 67, and quantize_fp8 behind it as many again: 17.9 µs at the rate of a copy, in which 30
-instructions an element could be issued; it has 25 of them, 21 without quads, and with dropout 37. Three programs of
+instructions an element could be issued; it has 24 of them, 21 without quads, and with dropout 37. Three programs of
 32 KB of x share a multiprocessor, as in bf16. Of a pixel such a slab writes 16 bytes, half of what memory writes at a
 time: the other half, of its neighbour, must come while L2 still holds the first. `candidates` has wider slabs.
 
@@ -241,11 +241,12 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
             **call.parameters(),
             "fp8_scale_ptr": call.fp8_scale,
             "y_ptr": y,
-            "words_ptr": call.x.new_empty(quads_shape(n, c, h, w)[:5], dtype=torch.int32) if call.quads else None,
+            "words_ptr": call.x.new_empty(quads_shape(n, c, h, w, beside=True)[:5], dtype=torch.int32)
+            if call.quads
+            else None,
             "amax_ptr": call.amax.view(torch.int32),
             "counts_ptr": call.counts,
             "row": call.row,
-            "images": n,
         },
         "constants": {**constants, **call.constants()},
         "num_warps": config.num_warps,
@@ -253,7 +254,7 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
         "output": y,
     }
     # left alone, the compiler draws random bits early and keeps words of quads, in up to 128 registers: two programs.
-    # Bound to 80 it spills up to 56 bytes, and three fit.
+    # Bound to 80 it spills up to 48 bytes where x is bf16, and three fit.
     held = config.registers(call, call.quads)
     bound = next(registers for most, registers in _BOUNDS.items() if held <= most)
     return BoundedLaunch(forward_fp8_kernel, **launch, max_registers=bound)
@@ -295,7 +296,9 @@ def group_norm_silu_fp8(
         check_launchable("group_norm_silu_fp8", launch.kernel, y)
         launch.run()
     words = launch.arguments["words_ptr"]
-    return y, words.view(y.dtype).view(quads_shape(*x.shape)) if isinstance(words, Tensor) else y.new_empty(0)
+    return y, words.view(y.dtype).view(quads_shape(*x.shape, beside=True)) if isinstance(
+        words, Tensor
+    ) else y.new_empty(0)
 
 
 def on_cpu(
@@ -311,12 +314,12 @@ def on_cpu(
     amax.data[call.row] = torch.maximum(amax[call.row], peak[0])
     counts.data[call.row] += seen[0]
     y8 = y8.contiguous(memory_format=torch.channels_last)
-    return y8, to_quads(y8) if call.quads else y8.new_empty(0)
+    return y8, to_quads(y8, beside=True) if call.quads else y8.new_empty(0)
 
 
 def _fake(x: Tensor, *_args: Any, quads: bool = False, **_kwargs: Any) -> tuple[Tensor, Tensor]:
     y = empty_y(x, _FORMAT)
-    return y, y.new_empty(quads_shape(*x.shape) if quads else 0)
+    return y, y.new_empty(quads_shape(*x.shape, beside=True) if quads else 0)
 
 
 def fp8_sample(why: str, x: tuple[int, int, int, int], groups: int, *, quads: bool = True, **options: Any) -> Sample:

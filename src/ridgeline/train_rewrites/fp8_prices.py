@@ -71,10 +71,10 @@ def quantise_seconds(conv: Convolution, passes: frozenset[str], spec: DeviceSpec
     """
     total, problem = 0.0, conv.problem
     n, c, h, w = conv.x
-    quads = prod(quads_shape(n, c, h, w)) / prod(conv.x)  # bytes an element
-    for numel, readers, fused in (
-        (problem.x_numel, ("fprop", "wgrad"), by_norm),
-        (problem.y_numel, ("dgrad", "wgrad"), False),
+    wider = prod(quads_shape(n, c, h, w, beside=True)) / prod(conv.x)
+    for numel, readers, fused, quads in (
+        (problem.x_numel, ("fprop", "wgrad"), by_norm, wider),
+        (problem.y_numel, ("dgrad", "wgrad"), False, 1.0),
     ):
         narrow = [reader for reader in readers if reader in passes]
         if narrow:
@@ -148,8 +148,8 @@ def _fp8_seconds(conv: Convolution) -> dict[str, float]:
         "dgrad": (conv2d_fp8.OP, torch.float8_e5m2, {"x": empty(*_y_shape(conv)), "weight": empty(c, k, r, s), **back}),
     }
     if "wgrad" not in impossible_passes(conv):
-        quads = {"dy": empty(*quads_shape(n, k, h, w)), "x": empty(*quads_shape(n, c, h, w)), "inverse": inverse}
-        given = {**quads, "kernel_size": (r, s), "dy_row": 0, "x_row": 1}
+        dy, x = empty(*quads_shape(n, k, h, w, beside=False)), empty(*quads_shape(n, c, h, w, beside=True))
+        given = {"dy": dy, "x": x, "inverse": inverse, "kernel_size": (r, s), "dy_row": 0, "x_row": 1}
         calls["wgrad"] = conv2d_wgrad_fp8.OP, torch.float8_e5m2, given
     rows = {name: _row(conv, op, dtype_name(dtype), given) for name, (op, dtype, given) in calls.items()}
     return {name: row.seconds for name, row in rows.items() if row is not None}
