@@ -34,7 +34,7 @@ from ridgeline.kernels._op import dtype_name, tuned_row
 from ridgeline.numerics import compare, to_float64
 from ridgeline.step_recipe import NAMED
 from ridgeline.timing import time_many
-from ridgeline.train_rewrites import fp8_prices
+from ridgeline.train_rewrites import fp8_passes, fp8_prices
 from ridgeline.train_rewrites.use_convolutions import Convolution
 from ridgeline.tuning import tune_all
 from ridgeline.workloads import ddpm_ladder
@@ -50,9 +50,7 @@ def main() -> int:
     torch.backends.cudnn.benchmark = True
     try:
         where = _rows.machine()
-        conditions = ddpm_ladder.Conditions(batch=a.batch)
-        found = ddpm_ladder.convolutions_of(conditions, NAMED["bf16" if a.fp8 else a.dtype])
-        calls = [call for convolution in found for call in passes(convolution, fp8=a.fp8)]
+        calls = calls_of(ddpm_ladder.Conditions(batch=a.batch), a.dtype, fp8=a.fp8)
         tune_all((call.op, call.arguments) for call in calls)
         ratios = []
         for call in calls:
@@ -79,6 +77,14 @@ class Call:
     dtype: str
     theirs: Callable[[], torch.Tensor]
     quantize: Callable[[], object] | None = None
+
+
+def calls_of(conditions: ddpm_ladder.Conditions, dtype: str, *, fp8: bool) -> list[Call]:
+    """All passes of the network's distinct convolutions; in FP8 of those that have such kernels."""
+    found = ddpm_ladder.convolutions_of(conditions, NAMED["bf16" if fp8 else dtype])
+    if fp8:
+        found = tuple(conv for conv in found if type(conv) is Convolution and fp8_passes.takes(conv))
+    return [call for convolution in found for call in passes(convolution, fp8=fp8)]
 
 
 def passes(convolution: Convolution, *, fp8: bool) -> Iterator[Call]:

@@ -228,7 +228,8 @@ class _Rounding:
         if eps is None:
             dtype = program.recipe.dtype
             tf32 = dtype == "fp32" and program.device.type == "cuda"
-            rounded_to = torch.float8_e4m3fn if program.fp8.engaged else DTYPES[dtype]
+            # of the two formats of FP8 the coarser, which gradients are in
+            rounded_to = torch.float8_e5m2 if program.fp8.engaged else DTYPES[dtype]
             eps = TF32_EPS if tf32 else torch.finfo(rounded_to).eps
         self._eps = eps
 
