@@ -1,4 +1,4 @@
-"""Write the tables of README.md and docs/index.md from the rows in benchmarks/results/; --check fails if they differ.
+"""Write the tables of README.md and pages in docs/ from the rows in benchmarks/results/; --check fails if they differ.
 
 A table stands between `<!-- table:NAME -->` and `<!-- /table -->`. Of every line of a table the newest row counts.
 """
@@ -9,6 +9,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -18,8 +19,9 @@ from ridgeline.atomic import write_file
 from ridgeline.workloads import ddpm_ladder
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "howto-ddpm-ladder.md")
 RESULTS = ROOT / "benchmarks" / "results"
+STEPS = ("writeup-0", "writeup-3", "writeup-5", "own-upsample", "own-fp8")  # on the front page
 SCALES, RIVALS, OURS = "nsmlx", ("eager", "torch.compile"), "ridgeline"
 BLOCK = re.compile(r"(<!-- table:(?P<name>[\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
@@ -126,11 +128,12 @@ def _beside(row: dict, run: str) -> str:
     return units.seconds(row["median_s"]) + ("" if row["run"] == run else "*")
 
 
-def ladder(rows: list[dict]) -> str:
-    """The rungs of the DDPM training step that have rows, beside the write-up's own times; newest row of each."""
+def ladder(rows: list[dict], names: Iterable[str] = ddpm_ladder.BY_NAME) -> str:
+    """Rungs of the DDPM training step that have rows, beside the write-up's own times; newest row of each."""
     newest = {row["recipe"]: row for row in rows if row["subject"] == "ddpm-cifar10" and row["region"] == "step"}
     lines = []
-    for name, rung in ddpm_ladder.BY_NAME.items():
+    for name in names:
+        rung = ddpm_ladder.BY_NAME[name]
         if row := newest.get(name):
             times = [units.seconds(row[field]) for field in ("median_s", "spread_s", "gpu_busy_s")]
             theirs = "" if rung.writeup_s is None else units.seconds(rung.writeup_s, digits=5)
@@ -148,7 +151,13 @@ def _table(header: str, lines: list[str]) -> str:
     return "\n".join([f"| {header} |", "|---" * columns + "|", *lines]) + "\n"
 
 
-TABLES = {"detectors": detectors, "ladder": ladder, "ceilings": ceilings, "conv-kernels": conv_kernels}
+TABLES = {
+    "detectors": detectors,
+    "steps": partial(ladder, names=STEPS),
+    "ladder": ladder,
+    "ceilings": ceilings,
+    "conv-kernels": conv_kernels,
+}
 
 if __name__ == "__main__":
     sys.exit(main())
