@@ -57,8 +57,9 @@ def test_pauses_count_as_far_as_needed() -> None:
 
 @pytest.mark.parametrize("kernels", [8, 5])
 def test_missing_kernels_are_missed(kernels: int) -> None:
-    with pytest.raises(EnvironmentUnusable, match="kernels are missing"):
+    with pytest.raises(EnvironmentUnusable, match="kernels are missing, or another process used this GPU") as refused:
         check(graph_replay(kernels), 109e-6)
+    assert "nvidia-smi's list of processes" in str(refused.value)
 
 
 def test_a_long_pause_inside_a_graph_hides_a_kernel() -> None:
@@ -147,6 +148,29 @@ def test_kernels_launched_one_by_one_are_vouched_for_by_their_launches() -> None
     assert check(trace, 5.02e-3) == 1.0
     with pytest.raises(EnvironmentUnusable, match="slower or other steps"):
         check(trace, 15e-6)
+
+
+def shared_gpu(other_us: float) -> Trace:
+    """Steps of ten kernels launched at once; after each the GPU is another process's for `other_us`."""
+    launches, activities, ranges = [], [], []
+    step_s = 10 * (20 + other_us) * 1e-6
+    for step in range(4):
+        ranges.append(Range(900 + step, f"ProfilerStep#{step}", step * step_s, step_s, 1))
+        for i in range(10):
+            one = 10 * step + i + 1
+            launches.append(Launch(one, "cudaLaunchKernel", step * step_s + i * 3e-6, 2e-6, 1, one))
+            start_s = step * step_s + 6e-6 + i * (20 + other_us) * 1e-6
+            activities.append(Activity(100 + one, "kernel", "k", start_s, 20e-6, 0, 7, one))
+    return Trace("shared.json", "kineto", (), tuple(activities), launches=tuple(launches), ranges=tuple(ranges))
+
+
+def test_another_process_on_the_gpu_looks_like_missing_kernels() -> None:
+    """Its time is in the events, and in the trace's pauses as much as it took then: the host was not late for those."""
+    alone_s, shared = 10 * 20e-6, shared_gpu(20.0)
+    assert check(shared_gpu(0.0), alone_s) == pytest.approx(1.0)
+    assert check(shared, 414e-6) == pytest.approx(0.966, abs=1e-3)  # it took a little more while steps were timed
+    with pytest.raises(EnvironmentUnusable, match=r"78\.9 % covered.*, or another process used this GPU"):
+        check(shared, 507e-6)
 
 
 def test_a_gpu_time_of_zero_is_a_mistake() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch.profiler import profile as torch_profile
 
 import ridgeline
+from gpu_company import alone_on_gpu
 from ridgeline import profile_child, profile_loop, profiling, step_marks
 from ridgeline.errors import EnvironmentUnusable, NotEngaged, UsageError
 from ridgeline.profile_child import Finished, Watch
@@ -171,12 +172,15 @@ def test_what_was_seen_of_a_short_loop_is_kept(watched):
     assert recorder.finished == 1
 
 
-def test_one_process_of_several_is_watched(tmp_path):
+def test_one_process_of_several_is_watched(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "train", torch.nn.Module.train)  # the first is told of it until the test ends
     first, second = Watch(time_plan(tmp_path)), Watch(time_plan(tmp_path))
     first.marked()
     second.marked()
     assert isinstance(first._recorder, Timer)
+    assert first._validation is not None
     assert second._recorder is None
+    assert second._validation is None
 
 
 def test_a_module_is_hooked_when_it_is_imported(tmp_path, monkeypatch):
@@ -527,7 +531,8 @@ def test_facts_are_read_back_and_damage_is_named(tmp_path):
 def test_a_step_is_profiled_in_this_process(tmp_path):
     net = torch.nn.Sequential(*[torch.nn.Conv2d(32, 32, 3, padding=1) for _ in range(8)]).cuda()
     x = torch.rand(16, 32, 64, 64, device="cuda")
-    found = ridgeline.profile(net, (x,), steps=10, folder=tmp_path)
+    with alone_on_gpu():
+        found = ridgeline.profile(net, (x,), steps=10, folder=tmp_path)
     assert found.gpu == torch.cuda.get_device_name()
     assert found.wall is not None and found.wall.n == 10
     assert found.coverage is not None and 0.95 <= found.coverage <= 1.02
@@ -542,7 +547,8 @@ def test_kernels_of_a_captured_step_get_their_operators(tmp_path):
     net.cuda()(batch)
     optimizer = torch.optim.AdamW(net.parameters(), capturable=True, fused=True)
     step = ridgeline.compile_step(net, lambda model, x: model(x).square().mean(), optimizer, batch)
-    found = ridgeline.profile(step, (batch,), steps=10)
+    with alone_on_gpu():
+        found = ridgeline.profile(step, (batch,), steps=10)
     assert step.report.replays >= 10
     assert found.attributed_share > 0.9
 
@@ -552,9 +558,23 @@ def test_a_script_on_the_gpu_is_profiled_by_the_command(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("Linear(16, 16)", "Linear(16, 16).cuda()").replace("(4, 16)", "(4, 16).cuda()"))
     command = [sys.executable, "-m", "ridgeline", "profile", "--out", str(tmp_path / "run"), "--", sys.executable]
-    done = subprocess.run([*command, str(script), "500"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found = ridgeline.explain(tmp_path / "run" / "run.json")
-    assert found.subject == "train"
-    assert found.wall is not None and found.wall.n == 30
-    assert found.coverage == 1.0  # its pauses are the host's, however long they were
+    with alone_on_gpu():
+        done = subprocess.run([*command, str(script), "500"], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        found = ridgeline.explain(tmp_path / "run" / "run.json")
+        assert found.subject == "train"
+        assert found.wall is not None and found.wall.n == 30
+        assert found.coverage == 1.0  # its pauses are the host's, however long they were
+
+
+@pytest.mark.gpu
+def test_clocks_are_read_while_steps_run(tmp_path):
+    net = torch.nn.Conv2d(256, 256, 3, padding=1).cuda()
+    x = torch.rand(64, 256, 128, 128, device="cuda")
+    with alone_on_gpu():
+        ridgeline.profile(net, (x,), steps=60, folder=tmp_path)
+    found = read_facts(tmp_path / "trace.facts.json").settings
+    if "sm_clock_mhz" not in found:
+        pytest.skip("nvidia-smi shows no SM clock here")
+    assert 0.2 * float(found["sm_clock_max_mhz"]) < float(found["sm_clock_mhz"]) <= float(found["sm_clock_max_mhz"])
+    assert "gpu_idle" not in found.get("throttle_reasons", "")

@@ -27,6 +27,7 @@ _REMEDY = (
     "open no profiler session before the capture (or set TEARDOWN_CUPTI=0), and let nothing else use CUPTI;"
     " then profile again"
 )
+_ALONE = "see in nvidia-smi's list of processes that none but yours uses it"
 
 
 def check(trace: Trace, gpu_s: float | None) -> float | None:
@@ -38,7 +39,8 @@ def check(trace: Trace, gpu_s: float | None) -> float | None:
     time lies between that of its kernels alone and that with all pauses: where the kernels alone do not account for
     gpu_s, as much of the pauses is counted as it takes, if they suffice. In a step that waits for its host a pause may
     have been any length unprofiled: it is 1 there, once no pause is left that could hide a kernel.
-    Raises EnvironmentUnusable where launches left no kernels, or the ratio leaves [LEAST, MOST].
+    Raises EnvironmentUnusable where launches left no kernels, or the ratio leaves [LEAST, MOST]. Another process on the
+    GPU makes it leave them too: events count the time of both, and what the other took differs between the runs.
     """
     _no_graph_without_kernels(trace)
     _no_launches_without_kernels(trace)
@@ -63,10 +65,13 @@ def check(trace: Trace, gpu_s: float | None) -> float | None:
         f"pauses in the trace, and {units.seconds(gpu_s)} by events ({units.percent(coverage)} covered)"
     )
     if coverage < LEAST:
-        raise EnvironmentUnusable(f"{told}, so kernels are missing: {_REMEDY}")
+        raise EnvironmentUnusable(
+            f"{told}, so kernels are missing, or another process used this GPU while the steps were timed: {_ALONE};"
+            f" {_REMEDY}"
+        )
     raise EnvironmentUnusable(
         f"{told}, so the trace is of slower or other steps than were timed:"
-        " let the GPU warm up, see that nothing else uses it, and profile again"
+        f" let the GPU warm up, {_ALONE}, and profile again"
     )
 
 

@@ -50,6 +50,7 @@ class Watch:
         self._recorder: Any = None
         self._done = False
         self._marked = False
+        self._validation: Any = None  # watched as long as steps are timed; None else
         self._optimizer: int | None = None  # id of the one whose steps count: a loop may have several
 
     def install(self) -> None:
@@ -79,14 +80,23 @@ class Watch:
             self._step(optimizer)
 
     def at_exit(self) -> None:
-        """Keep what was seen of a loop that ended by itself."""
-        if self._recorder is not None and not self._done and os.getpid() == self._process:
+        """Keep what was seen of a loop that ended by itself, and of a run that was seen to its end."""
+        if self._recorder is None or os.getpid() != self._process:
+            return
+        to_end = self._plan.to_end or not self._done
+        if not self._done:
             self._done = True
             self._recorder.finish()
+        if to_end and self._validation is not None:
+            self._recorder.saw_end(self._validation)
 
     def _step(self, optimizer: Any = None) -> None:
         # a forked child, such as a loader's worker, has this object and no steps of its own to show
-        if self._done or os.getpid() != self._process:
+        if os.getpid() != self._process:
+            return
+        if self._validation is not None:
+            self._validation.stepped()
+        if self._done:
             return
         if self._recorder is None:
             self._recorder = self._make(optimizer)
@@ -112,6 +122,10 @@ class Watch:
         if optimizer is not None and hasattr(recorder, "parameters"):
             tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
             recorder.parameters = steps.parameters_of(tensors)
+            recorder.device = next((tensor.device.index for tensor in tensors if tensor.is_cuda), None)
+        if self._plan.kind == "time" and not rank:
+            self._validation = steps.ValidationTime()
+            self._validation.watch_(torch.nn.Module)
         atexit.register(self.at_exit)
         return recorder
 

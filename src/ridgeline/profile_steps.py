@@ -17,10 +17,12 @@ from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from ridgeline.gpu_watch import GpuWatch, Load, under_load
 from ridgeline.profile_plan import LONGEST_SETTLING, TRACE, Facts, Plan, Traced, result_path, write_record
 from ridgeline.profile_record import WallTime
 from ridgeline.step_clock import StepClock
 from ridgeline.timing import GpuState, gpu_state
+from ridgeline.validation_time import ValidationTime
 
 _SETTLED = 1.1  # steps whose times differ by no more than this factor
 _SETTLED_STEPS = 3  # so many of them in a row
@@ -46,7 +48,11 @@ class Recorder(Protocol):
 
 
 class Timer:
-    """Times unprofiled steps and writes `Facts`. `parameters` are those that the loop trains, where it trains."""
+    """Times unprofiled steps and writes `Facts`, the GPU's clocks meanwhile among them.
+
+    `parameters` are those that the loop trains, where it trains, and `device` is theirs: torch's number of the GPU,
+    None for the current one.
+    """
 
     def __init__(self, plan: Plan, *, on_gpu: bool) -> None:
         self._plan = plan
@@ -55,37 +61,56 @@ class Timer:
         self._seen = 0
         self._first: int | None = None  # the step after which timing began
         self._compiled = (0, 0.0)  # before the timed steps
+        self._gpu: GpuWatch | None = None
+        self._facts: Facts | None = None
         self.parameters: tuple[tuple[tuple[int, ...], str], ...] = ()
+        self.device: int | None = None
 
     def step(self) -> bool:
+        if self._on_gpu and self._gpu is None:
+            self._gpu = GpuWatch(self.device)  # which takes longer than a step, and no step has begun to be timed
         self._clock.mark()
         self._seen += 1
         if self._first is None:
             self._compiled = compilations()
             self._first = self._seen if self._is_settled() else None
+            if self._gpu is not None and self._first is not None:
+                self._gpu.begin()
+        elif self._gpu is not None:
+            self._gpu.take()
         return self._first is not None and self._seen - self._first >= self._plan.steps
 
     def finish(self) -> None:
+        readings = self._gpu.stop() if self._gpu is not None else ()
         wall = self._wall()
         if wall is None:
             return
-        state = gpu_state() if self._on_gpu else None
+        # steps too short for a reading are followed by one; that it finds the GPU idle it says itself
+        state = (readings[-1] if readings else gpu_state(self.device)) if self._on_gpu else None
+        load = under_load(readings or ((state,) if state else ()))
         again, again_s = (now - before for now, before in zip(compilations(), self._compiled, strict=True))
         watched = {"recompiles": str(again), "recompile_s": str(again_s), "steps": str(wall.n)}
-        write_record(
-            result_path(Path(self._plan.folder), "time"),
-            Facts(
-                wall=wall,
-                seen=self._seen,
-                first=self._begin(),
-                complete=self._first is not None and self._seen - self._first >= self._plan.steps,
-                gpu=torch.cuda.get_device_name() if self._on_gpu else "",
-                gpu_s=wall.median_s if self._on_gpu else None,
-                settings={**settings(on_gpu=self._on_gpu, state=state), **watched},
-                environment=environment(on_gpu=self._on_gpu, state=state),
-                parameters=self.parameters,
-            ),
+        self._facts = Facts(
+            wall=wall,
+            seen=self._seen,
+            first=self._begin(),
+            complete=self._first is not None and self._seen - self._first >= self._plan.steps,
+            gpu=torch.cuda.get_device_name() if self._on_gpu else "",
+            gpu_s=wall.median_s if self._on_gpu else None,
+            settings={**settings(on_gpu=self._on_gpu, load=load), **watched},
+            environment=environment(on_gpu=self._on_gpu, state=load.state if load else state),
+            parameters=self.parameters,
         )
+        self._write(self._facts)
+
+    def saw_end(self, validation: ValidationTime) -> None:
+        """Add what was seen of the whole run to the facts, after `finish`."""
+        if self._facts is not None:
+            whole = validation.settings(step_s=self._facts.wall.median_s)
+            self._write(replace(self._facts, settings={**self._facts.settings, **whole}))
+
+    def _write(self, facts: Facts) -> None:
+        write_record(result_path(Path(self._plan.folder), "time"), facts)
 
     def _is_settled(self) -> bool:
         if self._plan.skip is not None:
@@ -208,7 +233,7 @@ def wall_time(seconds: list[float]) -> WallTime:
     return WallTime(median_s, low_s, high_s, len(seconds))
 
 
-def settings(*, on_gpu: bool, state: GpuState | None) -> dict[str, str]:
+def settings(*, on_gpu: bool, load: Load | None) -> dict[str, str]:
     """What rules want to know of the process, as text (see `rules._rule`)."""
     found: dict[str, object] = {
         "torch": torch.__version__,
@@ -226,8 +251,12 @@ def settings(*, on_gpu: bool, state: GpuState | None) -> dict[str, str]:
             "memory_peak_bytes": torch.cuda.max_memory_allocated(),
             "memory_total_bytes": torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
         }
-    if state is not None:
-        clocks = {"sm_clock_mhz": state.sm_clock_mhz, "sm_clock_max_mhz": state.sm_clock_max_mhz}
+    if load is not None:
+        clocks = {
+            "sm_clock_mhz": load.state.sm_clock_mhz,
+            "sm_clock_max_mhz": load.state.sm_clock_max_mhz,
+            "throttle_reasons": load.throttled,
+        }
         found |= {name: value for name, value in clocks.items() if value is not None}
     return {name: str(value) for name, value in found.items()}
 

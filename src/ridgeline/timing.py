@@ -104,10 +104,18 @@ class GpuState:
     power_limit_w: float | None
     utilization_percent: float | None
     sm_clock_max_mhz: float | None = None
+    clock_reasons: tuple[str, ...] | None = None  # why the clocks are as low as they are, in NVIDIA's words
 
 
 # in GpuState's order
 _QUERY = "name,driver_version,clocks.sm,clocks.mem,temperature.gpu,power.draw,power.limit,utilization.gpu,clocks.max.sm"
+# drivers before 535 know the second name alone; where neither is known the rest is asked for
+_REASONS = (",clocks_event_reasons.active", ",clocks_throttle_reasons.active", "")
+# NVML's nvmlClocksEventReason…, from bit 0 on
+_REASON_WORDS = (
+    *("gpu_idle", "applications_clocks_setting", "sw_power_cap", "hw_slowdown", "sync_boost"),
+    *("sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "display_clock_setting"),
+)
 
 
 def gpu_state(device: int | None = None) -> GpuState | None:
@@ -115,27 +123,49 @@ def gpu_state(device: int | None = None) -> GpuState | None:
 
     Where torch sees no GPU this is nvidia-smi's first one, so that a driver with an unusable torch is still noticed.
     """
+    answered = gpu_query(device)
+    return parse_gpu_state(answered[1]) if answered else None
+
+
+def gpu_query(device: int | None = None) -> tuple[list[str], str] | None:
+    """The nvidia-smi command that asks for a GpuState, of the GPU as `gpu_state` says, and its answer; None without."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
-    command = [program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+    which = []
     if torch.cuda.is_available():
         # torch and nvidia-smi may number GPUs differently (CUDA_VISIBLE_DEVICES), the UUID is the same
         index = torch.cuda.current_device() if device is None else device
-        command.append(f"--id=GPU-{str(torch.cuda.get_device_properties(index).uuid).removeprefix('GPU-')}")
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return parse_gpu_state(done.stdout) if done.returncode == 0 else None
+        which = [f"--id=GPU-{str(torch.cuda.get_device_properties(index).uuid).removeprefix('GPU-')}"]
+    for reasons in _REASONS:
+        command = [program, f"--query-gpu={_QUERY}{reasons}", "--format=csv,noheader,nounits", *which]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        if done.returncode == 0:
+            return command, done.stdout
+    return None
 
 
 def parse_gpu_state(text: str) -> GpuState | None:
-    """The first line of `nvidia-smi --query-gpu=… --format=csv,noheader,nounits`; None if it is not one."""
+    """The first line of what `gpu_query`'s command says; None if it is not one."""
     cells = [cell.strip() for cell in text.strip().partition("\n")[0].split(",")]
-    if len(cells) != len(_QUERY.split(",")):
+    asked = len(_QUERY.split(","))
+    if len(cells) not in (asked, asked + 1):
         return None
-    return GpuState(cells[0], cells[1], *map(_number, cells[2:]))
+    reasons = clock_reasons(cells[asked]) if len(cells) > asked else None
+    return GpuState(cells[0], cells[1], *map(_number, cells[2:asked]), clock_reasons=reasons)
+
+
+def clock_reasons(mask: str) -> tuple[str, ...] | None:
+    """The words for a bit mask of reasons such as "0x0000000000000004"; None for what is no mask, as "[N/A]"."""
+    try:
+        bits = int(mask, 0)
+    except ValueError:
+        return None
+    words = {1 << place: word for place, word in enumerate(_REASON_WORDS)}
+    return tuple(words.get(bit, hex(bit)) for bit in (1 << place for place in range(bits.bit_length())) if bits & bit)
 
 
 def _number(cell: str) -> float | None:

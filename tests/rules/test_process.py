@@ -28,11 +28,15 @@ FIRING = [
     (process.low_clocks, step(work(900), settings=CLOCKS), "1200 MHz of 1980 MHz"),
     (
         process.low_clocks,
-        step(work(900), settings={"sm_clock_mhz": "1980", "sm_clock_max_mhz": "1980", "throttle_reasons": "power cap"}),
-        "power cap",
+        step(work(900), settings={**CLOCKS, "sm_clock_mhz": "1980", "throttle_reasons": "sw_power_cap in 40.0 %"}),
+        "1980 MHz of 1980 MHz (sw_power_cap in 40.0 %)",
     ),
     (process.memory_headroom, step(work(900), trained=True, settings=MEMORY), "20.0 GB of 140 GB"),
-    (process.validation_share, step(work(900), settings={"validation_share": "0.4"}), "40.0 % of the run"),
+    (
+        process.validation_share,
+        step(work(900), trained=True, settings={"validations": "3", "validation_share": "0.4"}),
+        "40.0 % of the run",
+    ),
     (process.incomplete, step(work(900), settings={"coverage": "0.61"}), "61.0 %"),
     (process.incomplete, step(work(900), settings={"coverage": "1.3"}), "130.0 %"),
 ]
@@ -45,10 +49,11 @@ SILENT = [
     (process.many_graphs, step(REPLAYS[0], settings=GRAPHS)),
     (process.many_graphs, step(*REPLAYS, settings={**GRAPHS, "memory_allocated_bytes": "30e9"})),
     (process.low_clocks, step(work(900), settings={**CLOCKS, "sm_clock_mhz": "1935", "throttle_reasons": "None"})),
+    (process.low_clocks, step(work(900), settings={**CLOCKS, "sm_clock_mhz": "1935", "throttle_reasons": ""})),
     (process.memory_headroom, step(work(900), trained=True, settings={**MEMORY, "memory_peak_bytes": "100e9"})),
     (process.memory_headroom, step(work(900), settings=MEMORY)),  # inference at batch 1 has room by nature
-    (process.validation_share, step(work(900), settings={"validation_share": "0.05"})),
-    (process.validation_share, step(work(900))),  # no profile of training steps could say
+    (process.validation_share, step(work(900), trained=True, settings={"validation_share": "0.05"})),
+    (process.validation_share, step(work(900))),  # inference is never validated
     (process.incomplete, step(work(900), settings={"coverage": "0.99"})),
 ]
 # what each needs to know, of a step that gives it a reason to look
@@ -58,6 +63,7 @@ NEEDS = [
     (process.many_graphs, "memory_reserved_bytes"),
     (process.low_clocks, "sm_clock_mhz"),
     (process.memory_headroom, "memory_peak_bytes"),
+    (process.validation_share, "--to-end"),
     (process.incomplete, "coverage"),
 ]
 
@@ -81,6 +87,12 @@ def test_says_what_it_would_need(rule, name):
     (word,) = rule(step(*REPLAYS, trained=True))
     assert isinstance(word, Abstention)
     assert name in word.reason
+
+
+def test_a_run_without_eval_mode_says_that_its_validation_was_not_seen():
+    (word,) = process.validation_share(step(work(900), trained=True, settings={"validations": "0"}))
+    assert isinstance(word, Abstention)
+    assert "model.eval()" in word.reason
 
 
 def test_every_rule_is_tried():

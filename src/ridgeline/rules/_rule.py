@@ -13,9 +13,11 @@ correct anything.
     distinct_shapes           distinct shapes of a batch in one epoch
     memory_reserved_bytes     of torch's allocator;  memory_allocated_bytes, of these in use
     memory_peak_bytes         most memory in use;  memory_total_bytes, what the GPU has
-    sm_clock_mhz              under load;  sm_clock_max_mhz, the most it may;  throttle_reasons, "" or words
+    sm_clock_mhz              under load;  sm_clock_max_mhz, the most it may
+    throttle_reasons          why the clock was held down under load, "" where it was not
     cpus                      cores that the process may use;  threads, of torch;  loader_workers
-    validation_share          part of the run's time that validation took, 0 to 1
+    validations               how often the run left its steps to validate, where it was seen to its end
+    validation_share          part of that run's time that validation took, 0 to 1; missing where there was none
     traced_steps              steps in the trace
     coverage                  kernel time of the trace over event-timed GPU time
 """

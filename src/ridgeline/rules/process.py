@@ -11,7 +11,7 @@ from statistics import mean, pstdev
 
 from ridgeline import units
 from ridgeline.finding import Abstention, Finding
-from ridgeline.rules._rule import LAUNCHES, MOST_EVIDENCE, gap_evidence, gap_total, gaps_of, notable, number, numbers
+from ridgeline.rules._rule import LAUNCHES, MOST_EVIDENCE, gap_evidence, gap_total, gaps_of, notable, numbers
 from ridgeline.step_view import Step
 
 COVERED = (0.95, 1.02)  # kernel time over event-timed GPU time, within which a trace is whole
@@ -139,7 +139,8 @@ def low_clocks(step: Step) -> Iterable[Finding | Abstention]:
     Holds for clocks read under load; whatever was timed in that state was timed on a slower GPU.
     """
     names = ("sm_clock_mhz", "sm_clock_max_mhz")
-    known = yield from numbers("W3", step, names, remedy="take the profile where the driver shows its clocks")
+    remedy = "take the profile with `ridgeline profile` where nvidia-smi shows clocks, of enough --steps for a reading"
+    known = yield from numbers("W3", step, names, remedy=remedy)
     if not known:
         return
     clock, most = known
@@ -191,19 +192,28 @@ def memory_headroom(step: Step) -> Iterable[Finding | Abstention]:
 def validation_share(step: Step) -> Iterable[Finding | Abstention]:
     """W5: validation takes a large part of the run.
 
-    Holds for whole runs whose facts say so (`validation_share`); a profile of training steps never does, and is silent.
+    Holds for training runs that were profiled to their end; of a few steps nobody knows how many are in an epoch.
     """
-    if "validation_share" not in step.settings or number(step, "validation_share") < _VALIDATION:
+    if not step.trained:
+        return
+    if step.settings.get("validations") == "0":
+        yield Abstention(
+            "W5", "no module went into eval mode between steps: validation without model.eval() is not seen"
+        )
+        return
+    remedy = "a few steps do not tell; profile the script to its end with `ridgeline profile --to-end`"
+    known = yield from numbers("W5", step, ("validation_share",), remedy=remedy)
+    if not known or known[0] < _VALIDATION:
         return
     yield Finding(
         rule="W5",
-        title=f"validation takes {units.percent(number(step, 'validation_share'))} of the run",
+        title=f"validation takes {units.percent(known[0])} of the run",
         fix="Validate less often, in larger batches, and on a compiled model.",
         verb="ridgeline.compile",
         saving=None,
         effort="S",
         confidence="measured",
-        wrong_if="early stopping needs every validation",
+        wrong_if="early stopping needs every validation, or what ran in eval mode was none",
         evidence=(),
     )
 
