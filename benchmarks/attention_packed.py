@@ -3,7 +3,7 @@
     python benchmarks/attention_packed.py --configs 6 --out benchmarks/results/kernels.jsonl
 
 All read the same packed q, k and v and return, or make by autograd, the gradient of all three in that layout. Rivals
-are F.scaled_dot_product_attention by each of its backends that takes the problem and, with --compile, torch.compile of
+are F.scaled_dot_product_attention by each of its kernels that takes the problem and, with --compile, torch.compile of
 PyTorch's own choice. Their backward alone is the difference of two rows. Values and gradients are checked against
 float64 before anything is timed. Each call is captured 20 times in one CUDA graph; "share of copy" is the rate of the
 bytes that must move over that of a device-to-device copy timed in the same run. What fits the L2 stays there between
@@ -13,12 +13,11 @@ calls, so the share of few tokens can pass 100 %.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import _rows
 from _both_ways import Call, Job, main, own_calls, rows_beside_copy
@@ -27,21 +26,13 @@ from ridgeline.kernels import attention_packed, attention_packed_backward
 from ridgeline.numerics import compare, to_float64
 
 FORWARD, BACKWARD = attention_packed.OP, attention_packed_backward.OP
-BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-}
 
 
 def bench(job: Job, where: _rows.Machine, *, configs: int, compiled: bool, repeats: int) -> list[_rows.Row]:
     """Check and time one problem; prints a line a row."""
     check(job)
     forward = forward_of(job)
-    calls: list[Call] = []
-    for (stack, recipe), call in rivals(job, compiled=compiled).items():
-        calls.append(Call("forward", stack, recipe, lambda call=call: call(**forward)))
-        calls.append(Call("forward+backward", stack, recipe, gradient_of(call, job)))
+    calls = list(rivals(job, compiled=compiled))
     calls += own_calls("forward", FORWARD, forward, configs)
     calls += own_calls("backward", BACKWARD, job.arguments, configs)
     calls.append(Call("forward+backward", "ridgeline", "default", gradient_of(ours, job)))
@@ -55,27 +46,21 @@ def forward_of(job: Job) -> dict[str, Any]:
     return job.without("dout", "out", "lse")
 
 
-def rivals(job: Job, *, compiled: bool) -> dict[tuple[str, str], Callable[..., Tensor]]:
-    """PyTorch's attention by (stack, recipe); a backend that refuses the problem is named on stderr and left out."""
-    found: dict[tuple[str, str], Callable[..., Tensor]] = {}
-    for name, backend in BACKENDS.items():
-
-        def call(backend: SDPBackend = backend, **arguments: Any) -> Tensor:
-            with sdpa_kernel(backend):
-                return FORWARD.reference(**arguments)
-
-        try:
-            gradient_of(call, job)()
-        except RuntimeError as error:
-            print(f"{name} does not take {job.sample.why}: {str(error).splitlines()[0]}", file=sys.stderr)
+def rivals(job: Job, *, compiled: bool) -> Iterator[Call]:
+    """PyTorch's attention, forward and with its gradient; a kernel that refuses either is named on stderr."""
+    forward = attention_packed_backward.by_backend(FORWARD.reference, **forward_of(job))
+    both = attention_packed_backward.by_backend(BACKWARD.reference, **job.arguments)
+    for name in attention_packed_backward.BACKENDS:
+        if name not in forward or name not in both:
+            print(f"{name} does not take {job.sample.why}", file=sys.stderr)
             continue
-        found["eager", name] = call
+        yield Call("forward", "eager", name, forward[name])
+        yield Call("forward+backward", "eager", name, both[name])
     if compiled:
         torch.compiler.reset()
-        found["torch.compile", "max-autotune"] = torch.compile(
-            FORWARD.reference, mode="max-autotune-no-cudagraphs", dynamic=False
-        )
-    return found
+        call = torch.compile(FORWARD.reference, mode="max-autotune-no-cudagraphs", dynamic=False)
+        yield Call("forward", "torch.compile", "max-autotune", lambda: call(**forward_of(job)))
+        yield Call("forward+backward", "torch.compile", "max-autotune", gradient_of(call, job))
 
 
 def ours(**arguments: Any) -> Tensor:
@@ -96,8 +81,8 @@ def gradient_of(call: Callable[..., Tensor], job: Job) -> Callable[[], Tensor]:
 
 def check(job: Job) -> None:
     """The operator's gradient against float64 autograd; raises VerificationFailed."""
-    exact = gradient_of(FORWARD.reference, Job(job.sample, job.dtype, to_float64(job.arguments)))()
-    verdict = compare(gradient_of(ours, job)(), exact, gradient_of(FORWARD.reference, job)())
+    exact, eager = (BACKWARD.reference(**arguments) for arguments in (to_float64(job.arguments), job.arguments))
+    verdict = compare(gradient_of(ours, job)(), exact, eager)
     if not verdict.passed:
         raise VerificationFailed(f"the gradient of qkv is wrong for {job.sample.why}: {verdict.reason}")
 

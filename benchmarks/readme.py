@@ -154,9 +154,9 @@ def _table(header: str, lines: list[str]) -> str:
 TABLES = {
     "detectors": detectors,
     "steps": partial(ladder, names=STEPS),
-    "ladder": ladder,
     "ceilings": ceilings,
     "conv-kernels": conv_kernels,
+    "ladder": ladder,
 }
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from ridgeline import saved, tuned, tuning
 from ridgeline.compile_report import CompileReport, GraphReport, input_spec
 from ridgeline.errors import EnvironmentUnusable, NotEngaged, UsageError, VerificationFailed
-from ridgeline.kernels import ALL, FP8, PASSES, UPSAMPLED, Op
+from ridgeline.kernels import ALL, ATTENTION, FP8, PASSES, UPSAMPLED, Op
 from ridgeline.lowering import cast as cast
 from ridgeline.lowering import lower as lower
 from ridgeline.recipe import Recipe
@@ -189,7 +189,7 @@ def on_gpu(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[nn.Module, tupl
 
 def source_hashes() -> dict[str, str]:
     """The hash that rows of each op must carry to be used."""
-    return {op.name: op.source_hash for op in (*ALL, *PASSES, *UPSAMPLED, *FP8)}
+    return {op.name: op.source_hash for op in (*ALL, *ATTENTION, *PASSES, *UPSAMPLED, *FP8)}
 
 
 def _signature(inputs: Sequence[Tensor]) -> tuple:

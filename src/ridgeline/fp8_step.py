@@ -78,7 +78,7 @@ class Fp8Step:
         self._scaling: DelayedScaling | None = None
         self._review: Review | None = None
         self._state: Fp8State | None = None
-        self._weights: dict[int, tuple[str, Tensor]] = {}  # 4-D parameters, by identity
+        self._weights: dict[int, tuple[str, Tensor]] = {}  # parameters of 4 axes, or 2, by identity
         self._rows: dict[str, tuple[int, int, int]] = {}  # of those that FP8 could run
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._asked: dict[str, Fp8Weight] = {}
@@ -87,7 +87,7 @@ class Fp8Step:
         self._excluded: dict[str, str] = {}  # layers that have returned to bf16, and why
         self._stale = False
         self._generation = 0
-        self._found: dict[str, tuple[tuple[str, ...], str]] = {}  # passes in FP8 and why not all, by layer
+        self._found: dict[str, tuple[tuple[str, ...], str, str]] = {}  # passes in FP8, why not all, kind, by layer
         self._quantised: Counter[str] = Counter()  # in compiled graphs: by whom
         self._off = _why_not_here(device, choose) if wanted else "the recipe has fp8='never'"
 
@@ -96,7 +96,7 @@ class Fp8Step:
     @torch.no_grad()
     def open_(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Take the model's parameters as they are now; graphs may ask for the FP8 copies of those that fit."""
-        weights = {name: weight for name, weight in named if weight.dim() == 4 and self._wanted}
+        weights = {name: weight for name, weight in named if weight.dim() in (2, 4) and self._wanted}
         self._weights = {id(weight): (name, weight) for name, weight in weights.items()}
         shapes = {name: tuple(weight.shape) for name, weight in weights.items() if not _unfit(weight)}
         if shapes != self._shapes:
@@ -127,16 +127,16 @@ class Fp8Step:
         name, known = self._weights[id(weight)]
         if name not in self._asked:
             rows = self._rows[name]
-            plan = quantize_weights_fp8.build([known.detach()], rows[1:2])
+            plan = quantize_weights_fp8.build([_filters(known)], rows[1:2])
             self._asked[name] = Fp8Weight(plan.copies[0], plan.turned[0], rows)
             self._quantize_([plan])
             self._plans = None
         return self._asked[name]
 
-    def note(self, weight: object, name: str, passes: tuple[str, ...], reason: str) -> None:
+    def note(self, weight: object, name: str, passes: tuple[str, ...], reason: str, *, kind: str) -> None:
         """What has become of a layer in a graph; see `use_fp8.Layers`."""
         known = self._weights.get(id(weight))
-        self._found[name if known is None else known[0]] = passes, reason
+        self._found[name if known is None else known[0]] = passes, reason, kind
 
     def see(self, graph_module: fx.GraphModule) -> None:
         """Look at a compiled graph: who quantises what it multiplies."""
@@ -247,13 +247,13 @@ class Fp8Step:
     # --- words -----------------------------------------------------------------------------------------------------
 
     def report(self) -> tuple[Fp8LayerState, ...]:
-        """One record a convolution of the compiled graphs, with scales and counts; waits for the device, once."""
+        """One record a layer of the compiled graphs, with scales and counts; waits for the device, once."""
         counts = {} if self._scaling is None else {one.name: one for one in self._scaling.report()}
         return tuple(
             Fp8LayerState(
                 layer, passes, reason, {part: counts[f"{layer}.{part}"] for part in _FORMATS if layer in self._rows}
             )
-            for layer, (passes, reason) in self._found.items()
+            for layer, (passes, reason, _) in self._found.items()
         )
 
     @property
@@ -267,13 +267,14 @@ class Fp8Step:
             raise NotEngaged(f"compile_step: fp8='always', but {self._why_none()}")
 
     def in_words(self) -> tuple[str, ...]:
-        """Which passes of how many convolutions run in FP8, and why others do not; does not wait."""
+        """Which passes of how many layers run in FP8, and why others do not; does not wait."""
         if not self._wanted:
             return ()
         if not self.engaged:
             return (f"nothing runs in FP8: {self._why_none()}",)
-        counts = [f"{name} of {sum(name in passes for passes, _ in self._found.values())}" for name in PASSES]
-        runs = f"FP8 runs {', '.join(counts)} of {len(self._found)} convolutions"
+        counts = [f"{name} of {sum(name in passes for passes, _, _ in self._found.values())}" for name in PASSES]
+        kinds = Counter(kind for _, _, kind in self._found.values())
+        runs = f"FP8 runs {', '.join(counts)} of {' and '.join(f'{count} {kind}s' for kind, count in kinds.items())}"
         if self._quantised:
             by = ", ".join(f"{count} by {who}" for who, count in sorted(self._quantised.items()))
             runs = f"{runs}; maps are quantised: {by}"
@@ -281,7 +282,7 @@ class Fp8Step:
 
     def _reasons(self) -> Iterator[str]:
         layers: dict[str, list[str]] = defaultdict(list)
-        for name, (passes, reason) in self._found.items():
+        for name, (passes, reason, _) in self._found.items():
             if reason:
                 layers[reason if passes else f"bf16: {reason}"].append(name)
         for reason, names in layers.items():
@@ -291,7 +292,7 @@ class Fp8Step:
     def _why_none(self) -> str:
         if self._off or not self._rows:
             return self._off or f"no weight has filters and channels in multiples of {MULTIPLE}"
-        return "; ".join(self._reasons()) or "no step has been compiled"
+        return "; ".join(self._reasons()) or "no compiled step has a convolution or a linear layer over tokens"
 
     # --- parts -----------------------------------------------------------------------------------------------------
 
@@ -317,7 +318,7 @@ class Fp8Step:
         for name, weight in self._weights.values():
             if name in self._asked:
                 copy = copy_of(weight)
-                source = (weight if copy is None else copy).detach()
+                source = _filters(weight if copy is None else copy)
                 sources[source.dtype].append((source, self._asked[name]))
         plans = []
         for pairs in sources.values():
@@ -365,15 +366,22 @@ def _spec(device: torch.device) -> DeviceSpec:
     return find_spec(properties.name, sm_count=properties.multi_processor_count)
 
 
+def _filters(weight: Tensor) -> Tensor:
+    """The weight [K, C, R, S] of the same memory: that of a linear layer has R = S = 1."""
+    weight = weight.detach()
+    return weight if weight.dim() == 4 else weight[:, :, None, None]
+
+
 def _unfit(weight: Tensor) -> str:
-    """Why a 4-D parameter has no FP8 copy, "" where it can have one."""
-    k, c = weight.shape[:2]
+    """Why a parameter of 4 axes, or 2, has no FP8 copy, "" where it can have one."""
+    linear, (k, c) = weight.dim() == 2, weight.shape[:2]
     if weight.dtype != torch.float32:
         return f"its weight is {dtype_name(weight.dtype)}"
     if not weight.numel() or k % MULTIPLE or c % MULTIPLE:
-        return f"it has {k} filters of {c} channels, and FP8 takes multiples of {MULTIPLE}"
-    if not weight.is_contiguous(memory_format=torch.channels_last):
-        return "its weight is not channels-last"
+        sizes = f"{k} outputs of {c} inputs" if linear else f"{k} filters of {c} channels"
+        return f"it has {sizes}, and FP8 takes multiples of {MULTIPLE}"
+    if not _filters(weight).is_contiguous(memory_format=torch.channels_last):
+        return f"its weight is not {'contiguous' if linear else 'channels-last'}"
     if weight.data_ptr() % 16:
         return f"its weight does not begin at a multiple of {MULTIPLE} bytes"
     return ""

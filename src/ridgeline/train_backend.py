@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, fx
 
 from ridgeline.fp8_step import Fp8Step
-from ridgeline.train_rewrites import BY_NAME, fuse_bias_gradient, fuse_quantize, use_convolutions, use_fp8
+from ridgeline.train_rewrites import (
+    BY_NAME,
+    fuse_attention,
+    fuse_bias_gradient,
+    fuse_quantize,
+    use_convolutions,
+    use_fp8,
+)
 from ridgeline.train_rewrites._match import copied
 from ridgeline.weight_copies import WeightCopies, given_narrow, narrow_weights
 
@@ -59,7 +66,7 @@ class TrainBackend:
     copies: WeightCopies = field(default_factory=WeightCopies)
     fp8: Fp8Step | None = None
     sites: Counter[str] = field(default_factory=Counter)  # changed so far, in all graphs, by rewrite
-    notes: list[str] = field(default_factory=list)  # of the graphs so far: which kernels compute its convolutions
+    notes: list[str] = field(default_factory=list)  # of the graphs so far: whose kernels compute what tables choose
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if self.fp8 is None:
@@ -72,7 +79,7 @@ class TrainBackend:
                 self.sites["use_fp8"] += use_fp8.apply(graph_module, example_inputs, self.fp8)
             if name in self.rewrites:
                 self.sites[name] += rewrite.apply(graph_module)
-        self.notes += filter(None, [use_convolutions.in_words(graph_module)])
+        self.notes += filter(None, [use_convolutions.in_words(graph_module), fuse_attention.in_words(graph_module)])
         # last, since rewrites may bring calls that cast
         narrow = narrow_weights(graph_module, example_inputs, self.copies)
         inputs = [narrow.get(position, given) for position, given in enumerate(example_inputs)]
@@ -83,7 +90,8 @@ class TrainBackend:
         self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], fp8: Fp8Step
     ) -> Callable[..., Any]:
         """The graph for the weights and layers in FP8 of each call: dynamo may give one graph the weights of others."""
-        weights = tuple(n for n, given in enumerate(example_inputs) if isinstance(given, Tensor) and given.dim() == 4)
+        # of convolutions and of linear layers
+        weights = tuple(n for n, t in enumerate(example_inputs) if isinstance(t, Tensor) and t.dim() in (2, 4))
         variants: dict[tuple, Callable[..., Any]] = {}
 
         def compiled_for(inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -80,7 +80,7 @@ class StepReport:
     findings: tuple[Finding, ...]  # lines of the step that stand in the way
     optimizer: str  # whose kernels step the optimizer, and why if not the project's own
     rewrites: dict[str, int]  # sites changed in the compiled graphs, by rewrite; empty until one is compiled
-    convolutions: tuple[str, ...]  # a line a graph: which kernels compute its convolutions, and what that saves
+    convolutions: tuple[str, ...]  # a line a graph: which kernels compute its convolutions, or attentions, and the gain
     layout: str  # layout copies in the compiled graphs, in words; empty until one is compiled
     fp8: tuple[str, ...] = ()  # which passes of convolutions run in FP8, and why others do not, in words
 

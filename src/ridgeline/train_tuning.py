@@ -1,4 +1,7 @@
-"""Tune the kernels that a training step would use, for the user's tables; the passes of its convolutions so far."""
+"""Tune the kernels that a training step would use, for the user's tables: its convolutions and attentions, every pass.
+
+For a step in FP8 those of its linear layers too, as the 1x1 convolutions that they then are.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,14 @@ from torch import Tensor, fx, nn
 from ridgeline import tuned, tuning
 from ridgeline.errors import EnvironmentUnusable
 from ridgeline.step_recipe import DTYPES, StepRecipe
-from ridgeline.train_rewrites import BY_NAME, fp8_passes, fp8_prices
+from ridgeline.train_rewrites import BY_NAME, fp8_linears, fp8_passes, fp8_prices
 from ridgeline.train_rewrites._match import copied
+from ridgeline.train_rewrites.fuse_attention import Attention, attentions_of
 from ridgeline.train_rewrites.fuse_upsample_conv import upsampled_convolutions_of
 from ridgeline.train_rewrites.use_convolutions import Convolution, convolutions_of
 
-_BY_TABLES = ("fuse_upsample_conv", "use_convolutions")  # rewrites that place what is tuned here
+# rewrites that place what is tuned here
+_BY_TABLES = ("fuse_upsample_conv", "fuse_attention", "use_convolutions")
 
 
 def tune_step(
@@ -31,7 +36,7 @@ def tune_step(
     force: bool = False,
     progress: tuning.Progress | None = None,
 ) -> tuple[tuned.Row, ...]:
-    """Time every pass of every distinct convolution of `loss(model, batch)` beside PyTorch's own kernel.
+    """Time every pass of every distinct convolution and attention of `loss(model, batch)` beside PyTorch's own kernel.
 
     With a recipe in FP8, those in FP8 too. The loss is computed once, without gradients kept. Choices are those of
     `tuning.tune_all`. Raises EnvironmentUnusable where the model is on no GPU.
@@ -39,11 +44,11 @@ def tune_step(
     device = next(model.parameters()).device
     if device.type != "cuda":
         raise EnvironmentUnusable(f"tune: the model must be on a GPU, got {device}: move it and its batch to cuda")
-    found = convolutions(model, loss, batch, recipe)
-    problems = chain.from_iterable(conv.problems() for conv in found)
+    found = tunable(model, loss, batch, recipe)
+    problems = chain.from_iterable(one.problems() for one in found)
     if recipe.fp8 != "never":
         # upsampled ones have no FP8 kernel
-        fp8 = (conv for conv in found if type(conv) is Convolution and fp8_passes.takes(conv))
+        fp8 = (one for one in found if type(one) is Convolution and fp8_passes.takes(one))
         problems = chain(problems, chain.from_iterable(map(fp8_prices.problems, fp8)))
     return tuning.tune_all(problems, width=width, budget_s=budget_s, force=force, progress=progress)
 
@@ -51,8 +56,18 @@ def tune_step(
 def convolutions(
     model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Any, recipe: StepRecipe
 ) -> tuple[Convolution, ...]:
-    """The distinct convolutions of the graphs that torch.compile would get, after the recipe's other rewrites."""
-    found: dict[Convolution, None] = {}
+    """The distinct convolutions of the graphs that torch.compile would get, after the recipe's other rewrites.
+
+    With a recipe in FP8, the linear layers that it takes are among them.
+    """
+    return tuple(one for one in tunable(model, loss, batch, recipe) if isinstance(one, Convolution))
+
+
+def tunable(
+    model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Any, recipe: StepRecipe
+) -> tuple[Convolution | Attention, ...]:
+    """`convolutions`, and the distinct attentions of the same graphs."""
+    found: dict[Convolution | Attention, None] = {}
 
     def collect(graph_module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
         rewritten = copied(graph_module)
@@ -61,6 +76,9 @@ def convolutions(
                 rewrite.apply(rewritten)
         # what follows an upsampling is tuned both ways
         found.update(dict.fromkeys((*upsampled_convolutions_of(graph_module), *convolutions_of(rewritten))))
+        found.update(dict.fromkeys(attentions_of(graph_module)))
+        if recipe.fp8 != "never":
+            found.update(dict.fromkeys(fp8_linears.convolutions_of(rewritten)))
         # what runs is the user's own
         return graph_module.forward
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -18,6 +19,7 @@ from ridgeline.models.ddpm_unet import Attention, UNetConfig
 from ridgeline.train_backend import TrainBackend
 from ridgeline.train_rewrites import fuse_attention
 from ridgeline.train_rewrites._match import calls
+from shared_kernels import plant_rows
 
 NAME = "fuse_attention"
 HEADS, D = 2, 8
@@ -206,3 +208,68 @@ def test_a_packed_tensor_in_fp32_is_cast_as_autocast_would():
 def test_bits_read_as_another_dtype_are_another_tensor():
     assert fuse_attention.apply(packed_graph(torch.bfloat16, torch.float16)[0]) == 0
     assert fuse_attention.apply(packed_graph(torch.bfloat16, torch.float16, torch.bfloat16)[0]) == 1
+
+
+OPS = "attention_packed", "attention_packed_backward"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "sites"),
+    [
+        ({OPS[0]: (3e-5, 2e-5), OPS[1]: (1e-5, 5e-5)}, 1),  # the backward makes up for the forward
+        ({OPS[0]: (1e-5, 2e-5), OPS[1]: (5e-5, 5e-5)}, 0),
+        ({OPS[0]: (1e-5, 2e-5), OPS[1]: (4e-5, 5e-5)}, 0),  # as fast
+        ({OPS[0]: (9e-5, 2e-5)}, 1),  # of one way alone nothing follows
+    ],
+)
+def test_both_ways_together_decide(monkeypatch: pytest.MonkeyPatch, seconds: Any, sites: int):
+    """The second time is PyTorch's: of the backward's row that of its forward and backward."""
+    plant_rows(monkeypatch, seconds, attention_packed)
+    module, _ = packed_graph(torch.bfloat16)
+    before = module.code
+    assert fuse_attention.apply(module) == sites
+    assert len(list(calls(module, sdpa))) == 1 - sites
+    assert (module.code == before) == (not sites)
+
+
+def test_the_choice_and_its_price_are_told(monkeypatch: pytest.MonkeyPatch):
+    def told(theirs: float) -> str:
+        plant_rows(monkeypatch, {OPS[0]: (1e-5, 2e-5), OPS[1]: (3e-5, theirs)}, attention_packed)
+        module, _ = packed_graph(torch.bfloat16)
+        fuse_attention.apply(module)
+        return fuse_attention.in_words(module)
+
+    one = "attention at 1 sites, forward and backward, takes"
+    assert told(6e-5) == (
+        f"{one} 40.0 µs by the tables, all by this project's kernels 40.0 µs, all by PyTorch's 60.0 µs: "
+        "1 by this project's kernels, the others by PyTorch's"
+    )
+    assert told(3.5e-5) == (
+        f"{one} 35.0 µs by the tables, all by this project's kernels 40.0 µs, all by PyTorch's 35.0 µs: "
+        "0 by this project's kernels, the others by PyTorch's"
+    )
+    plant_rows(monkeypatch, {}, attention_packed)
+    module, _ = packed_graph(torch.bfloat16)
+    assert fuse_attention.apply(module) == 1
+    assert fuse_attention.in_words(module) == ""
+
+
+def test_tuning_finds_each_attention_once():
+    """In the dtype that attention computes in, whether or not it is replaced."""
+    module, _ = packed_graph(torch.float32)
+    graph = module.graph
+    (first,) = calls(module, sdpa)
+    again: tuple[dict[str, Any], ...] = {}, {"scale": 1}
+    with graph.inserting_after(first):
+        for choices in again:
+            graph.call_function(sdpa, first.args, choices).meta.update(first.meta)
+    found = fuse_attention.attentions_of(module)
+    expected = fuse_attention.Attention((2, 5, 3 * C), HEADS, None, torch.bfloat16, torch.device("cpu"))
+    assert set(found) == {expected, replace(expected, scale=1.0)} and len(found) == 2
+    assert [op.key(**arguments) for one in found for op, arguments in one.problems()] == [
+        "heads 2, qkv 2x5x48",
+        "dout 2x5x16, heads 2, lse 2x2x5, qkv 2x5x48",
+        "heads 2, qkv 2x5x48, scale 1.0",
+        "dout 2x5x16, heads 2, lse 2x2x5, qkv 2x5x48, scale 1.0",
+    ]
+    assert len(list(calls(module, sdpa))) == 3

@@ -1,10 +1,13 @@
 """Kernels with their meaning and cost. Tests, benchmarks and `ridgeline sass` follow `ALL`: what a graph may export.
 
-`PASSES` and `UPSAMPLED`, for sm_90 alone, and `FP8` are convolutions of training, and in no exported graph.
+`PASSES` and `UPSAMPLED`, for sm_90 alone, and `FP8` are convolutions of training, `ATTENTION` its attention: in no
+exported graph.
 """
 
 from ridgeline.errors import UsageError
 from ridgeline.kernels import (
+    attention_packed,
+    attention_packed_backward,
     attention_position,
     conv2d_act,
     conv2d_dgrad,
@@ -41,6 +44,7 @@ ALL = (
 )
 
 PASSES = (conv2d_fprop.OP, conv2d_dgrad.OP, conv2d_wgrad.OP)
+ATTENTION = (attention_packed.OP, attention_packed_backward.OP)
 UPSAMPLED = (upsample_conv2d.OP, upsample_conv2d_dgrad.OP, upsample_conv2d_wgrad.OP)
 FP8 = (conv2d_fp8.OP, conv2d_wgrad_fp8.OP)
 

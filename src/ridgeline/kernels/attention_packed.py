@@ -21,9 +21,12 @@ Not in `kernels.ALL`, whose ops return one tensor.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ridgeline.cost import Cost
@@ -40,12 +43,24 @@ from ridgeline.kernels._attention_packed_call import (
     proposals,
 )
 from ridgeline.kernels._conv import FLOATS
-from ridgeline.kernels._op import Launch, Launcher, Op, Target, execute, register, target_of, tuned_config
+from ridgeline.kernels._op import (
+    RIVAL,
+    Launch,
+    Launcher,
+    Op,
+    Target,
+    execute,
+    register,
+    target_of,
+    tuned_config,
+    tuned_row,
+)
 
 
 def reference(qkv: Tensor, *, heads: int, scale: float | None = None) -> Tensor:
-    """out alone."""
-    return attention(qkv, heads=heads, scale=scale)[0]
+    """out alone, by PyTorch's attention."""
+    q, k, v = attention_packed_backward.parts_of(qkv, heads)
+    return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(2).contiguous()
 
 
 def cost(qkv: Tensor, *, heads: int, scale: float | None = None) -> Cost:
@@ -80,6 +95,38 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
         num_stages=config.num_stages,
         output=out,
     )
+
+
+def rival(**arguments: Any) -> Callable[[], Tensor]:
+    """out alone, by the fastest of PyTorch's kernels."""
+    return attention_packed_backward.fastest(
+        attention_packed_backward.by_backend(reference, **arguments), arguments["qkv"]
+    )
+
+
+@dataclass(frozen=True)
+class Price:
+    """What an attention takes by the tables, forward and backward together."""
+
+    ours_s: float
+    theirs_s: float  # the fastest of PyTorch's kernels
+
+    @property
+    def pays(self) -> bool:
+        return self.ours_s < self.theirs_s
+
+
+def price(qkv: Tensor, *, heads: int, scale: float | None = None) -> Price | None:
+    """None where a pass was not tuned on the GPU of qkv, or not beside PyTorch's kernels. qkv may be fake."""
+    out, lse = _fake(qkv, heads=heads, scale=scale)
+    given = {"qkv": qkv, "heads": heads, "scale": scale}
+    forward = tuned_row(OP, **given)
+    backward = tuned_row(attention_packed_backward.OP, dout=out, **given, out=out, lse=lse)
+    # that of the backward has PyTorch's forward in it
+    theirs = None if backward is None else backward.tried.get(RIVAL)
+    if forward is None or backward is None or not isinstance(theirs, float):
+        return None
+    return Price(forward.seconds + backward.seconds, theirs)
 
 
 def attention_packed(qkv: Tensor, *, heads: int, scale: float | None = None) -> tuple[Tensor, Tensor]:
@@ -123,7 +170,7 @@ OP = Op(
     call=_CALL,
     reference=reference,
     cost=cost,
-    launcher=Launcher(plan, candidates),
+    launcher=Launcher(plan, candidates, rival=rival),
     samples=SAMPLES,
     dtypes=FLOATS,
     error_factor=2.0,

@@ -19,48 +19,85 @@ Not in `kernels.ALL`; `tuning.tune` takes it nevertheless.
 
 from __future__ import annotations
 
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ridgeline.cost import Cost
 from ridgeline.cost.matmul import matmul_pipe
+from ridgeline.cudagraph import capture
+from ridgeline.errors import EnvironmentUnusable, NotEngaged
 from ridgeline.kernels._attention_packed import attention_packed_backward_kernel
 from ridgeline.kernels._attention_packed_call import (
     REAL_SIZES,
     BackwardCall,
+    Call,
     Config,
-    attention,
     attention_sample,
     default_config,
     proposals,
 )
 from ridgeline.kernels._conv import FLOATS
 from ridgeline.kernels._op import Launch, Launcher, Op, Target, execute, register, target_of, tuned_config
+from ridgeline.timing import time_many
+
+_log = logging.getLogger(__name__)
+
+# the kernels of F.scaled_dot_product_attention
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+_REPEATS = 15  # to tell which of them is the fastest: `tune` times that one anew
+
+Run = Callable[[], Tensor]
 
 
 def reference(
     dout: Tensor,
     qkv: Tensor,
-    out: Tensor,  # noqa: ARG001 - computed again, in the dtype asked for
-    lse: Tensor,  # noqa: ARG001
+    out: Tensor | None = None,  # noqa: ARG001 - computed again, in the dtype asked for; `tune` hands on no `out`
+    lse: Tensor | None = None,  # noqa: ARG001
     *,
     heads: int,
     scale: float | None = None,
 ) -> Tensor:
-    """What autograd makes of the forward's meaning."""
+    """What autograd makes of PyTorch's attention: three gradients, then one copy that packs them."""
     with torch.enable_grad():
-        leaf = qkv.detach().requires_grad_()
-        again = attention(leaf, heads=heads, scale=scale)[0]
-        return torch.autograd.grad(again, leaf, dout)[0]
+        q, k, v = (part.detach().requires_grad_() for part in parts_of(qkv, heads))
+        again = F.scaled_dot_product_attention(q, k, v, scale=scale)
+        found = torch.autograd.grad(again, (q, k, v), dout.unflatten(2, (heads, -1)).transpose(1, 2))
+    return torch.stack([one.transpose(1, 2) for one in found], dim=2).flatten(2)
 
 
-def cost(dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, *, heads: int, scale: float | None = None) -> Cost:
+def parts_of(qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
+    """q, k and v as views [N, heads, T, D]."""
+    return qkv.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def cost(
+    dout: Tensor,
+    qkv: Tensor,
+    out: Tensor | None = None,  # noqa: ARG001 - as large as dout
+    lse: Tensor | None = None,  # noqa: ARG001
+    *,
+    heads: int,
+    scale: float | None = None,
+) -> Cost:
     """Five matrix products: what one program with all queries does, and the least."""
-    problem = BackwardCall(qkv, heads, scale, dout, out, lse).problem
-    read = sum(t.nbytes for t in (dout, qkv, out, lse))
-    return Cost(problem.backward_flops, read, qkv.nbytes, matmul_pipe(qkv.dtype))
+    call = Call(qkv, heads, scale)
+    read = 2 * dout.nbytes + qkv.nbytes + 4 * prod(call.lse_shape)
+    return Cost(call.problem.backward_flops, read, qkv.nbytes, matmul_pipe(qkv.dtype))
 
 
 def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
@@ -92,6 +129,53 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
     )  # fmt: skip
 
 
+def rival(**arguments: Any) -> Run:
+    """PyTorch's gradient of qkv, forward included: autograd has no backward alone.
+
+    What it takes stands beside the forward and the backward here together.
+    """
+    return fastest(by_backend(reference, **arguments), arguments["qkv"])
+
+
+def by_backend(function: Callable[..., Tensor], **arguments: Any) -> dict[str, Run]:
+    """Calls of `function`, with its attention by each of `BACKENDS` that takes these arguments, by name."""
+    found: dict[str, Run] = {}
+    for name, backend in BACKENDS.items():
+        call = partial(_by, backend, function, arguments)
+        try:
+            # PyTorch also warns of why
+            with warnings.catch_warnings(action="ignore"):
+                call()
+        except RuntimeError as error:
+            _log.info("%s attention does not take %s: %s", name, tuple(arguments["qkv"].shape), error)
+            continue
+        found[name] = call
+    return found
+
+
+def fastest(calls: Mapping[str, Run], x: Tensor) -> Run:
+    """The one that takes the least time on the device of x, on a GPU as a CUDA graph, since that is how steps run.
+
+    Raises EnvironmentUnusable where there is none.
+    """
+    timed: dict[str, Run] = {}
+    for name, call in calls.items():
+        try:
+            timed[name] = capture(call, (), warmup=1).replay if x.is_cuda else call
+        except NotEngaged as error:
+            _log.info("%s attention: %s", name, error)
+    if not timed:
+        raise EnvironmentUnusable(f"attention: no kernel of PyTorch's takes {tuple(x.shape)} {x.dtype} on {x.device}")
+    method = "cuda-event" if x.is_cuda else "host"
+    timings = time_many(timed, warmup=1, repeats=_REPEATS, method=method, log_clocks=False)
+    return calls[min(timings, key=lambda name: timings[name].median_s)]
+
+
+def _by(backend: SDPBackend, function: Callable[..., Tensor], arguments: Mapping[str, Any]) -> Tensor:
+    with sdpa_kernel(backend):
+        return function(**arguments)
+
+
 def attention_packed_backward(
     dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, *, heads: int, scale: float | None = None
 ) -> Tensor:
@@ -120,7 +204,7 @@ OP = Op(
     call=register(attention_packed_backward, fake=_fake, on_cpu=reference, cost=cost),
     reference=reference,
     cost=cost,
-    launcher=Launcher(plan, candidates),
+    launcher=Launcher(plan, candidates, rival=rival),
     samples=SAMPLES,
     dtypes=FLOATS,
     error_factor=2.0,

@@ -1,19 +1,23 @@
 """Attention among the tokens of a short sequence reads q, k and v where one linear layer packed them: one op each way.
 
 PyTorch's attention kernels return three gradients, which are then copied side by side for the linear layer's backward.
+Where the tuned tables say that both ways together take PyTorch's fastest kernel no longer, that attention stays.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from ridgeline.kernels import attention_packed
-from ridgeline.kernels._attention_packed_call import MOST_CHANNELS, MOST_TOKENS
+from ridgeline import units
+from ridgeline.kernels import Op, attention_packed, attention_packed_backward
+from ridgeline.kernels._attention_packed_call import MOST_CHANNELS, MOST_TOKENS, attention_sample
 from ridgeline.train_rewrites._match import arguments, calls, finish, value
 
 # the dtypes that tensor cores multiply as they are; fp32 is left to PyTorch
@@ -25,32 +29,97 @@ _VIEWS = (
     *("unbind", "chunk", "split", "tensor_split", "select", "narrow", *_ORDERS),
 )
 
+PRICE = "price"  # of a node that computes an attention: what the tables say of it
+
+
+@dataclass(frozen=True)
+class _Site:
+    """An attention that the op can compute: the packed q, k and v as they are, and in the dtype of its result."""
+
+    node: fx.Node
+    qkv_node: fx.Node
+    qkv: Tensor
+    heads: int
+    scale: float | None
+    result: Tensor
+
 
 def apply(graph_module: fx.GraphModule) -> int:
-    """Replace every scaled_dot_product_attention of one packed q, k and v; returns how many.
+    """Replace every scaled_dot_product_attention of one packed q, k and v that no table forbids; returns how many.
 
     q, k and v are followed back, through whatever views, to one tensor [N, T, 3 heads D] with that order of channels.
     Does not fire on: masks, dropout, causal attention, a scale that is no positive number, q, k and v from several
     tensors or in another order, products in fp32, a result read otherwise than token by token, sizes that the op
-    refuses or that are not fixed.
+    refuses or that are not fixed, shapes where the tables of the GPU say that PyTorch's kernels are as fast.
     """
-    sites = 0
+    replaced = 0
+    for site in list(_sites(graph_module)):
+        price = attention_packed.price(site.qkv, heads=site.heads, scale=site.scale)
+        if price is not None and not price.pays:
+            site.node.meta[PRICE] = price
+            continue
+        with graph_module.graph.inserting_before(site.node):
+            new, both = _call(graph_module.graph, site)
+        new.meta["example_value"] = site.result
+        both.meta |= {} if price is None else {PRICE: price}
+        site.node.replace_all_uses_with(new)
+        graph_module.graph.erase_node(site.node)
+        replaced += 1
+    finish(graph_module)
+    return replaced
+
+
+def in_words(graph_module: fx.GraphModule) -> str:
+    """Who computes the attentions that were tuned, and what that takes by the tables; "" where none was."""
+    found = [node.meta[PRICE] for node in graph_module.graph.nodes if PRICE in node.meta]
+    if not found:
+        return ""
+    ours_s, theirs_s = sum(one.ours_s for one in found), sum(one.theirs_s for one in found)
+    chosen_s = sum(min(one.ours_s, one.theirs_s) for one in found)
+    return (
+        f"attention at {len(found)} sites, forward and backward, takes {units.seconds(chosen_s)} by the tables, all by "
+        f"this project's kernels {units.seconds(ours_s)}, all by PyTorch's {units.seconds(theirs_s)}: "
+        f"{sum(one.pays for one in found)} by this project's kernels, the others by PyTorch's"
+    )
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The sizes of an attention that could be replaced: what its kernels are tuned on."""
+
+    qkv: tuple[int, ...]
+    heads: int
+    scale: float | None
+    dtype: torch.dtype
+    device: torch.device
+
+    def problems(self) -> Iterator[tuple[Op, dict[str, Any]]]:
+        """Forward and backward on normal data, for `tuning.tune_all`."""
+        n, tokens, width = self.qkv
+        sizes = n, tokens, self.heads, width // (3 * self.heads)
+        given = attention_sample("", *sizes, backward=True, scale=self.scale).arguments(self.dtype, str(self.device))
+        yield attention_packed.OP, {name: given[name] for name in ("qkv", "heads", "scale")}
+        yield attention_packed_backward.OP, given
+
+
+def attentions_of(graph_module: fx.GraphModule) -> tuple[Attention, ...]:
+    """Every distinct attention that could be replaced."""
+    found = (Attention(tuple(s.qkv.shape), s.heads, s.scale, s.qkv.dtype, s.qkv.device) for s in _sites(graph_module))
+    return tuple(dict.fromkeys(found))
+
+
+def _sites(graph_module: fx.GraphModule) -> Iterator[_Site]:
     for node in calls(graph_module, F.scaled_dot_product_attention):
         given = arguments(node, _attention)
         q, result = value(given["query"]), value(node)
         if not _is_plain(given) or q is None or result is None or q.dim() != 4 or not _suits(q, result):
             continue
-        qkv = _packed(tuple(given[name] for name in ("query", "key", "value")), q)
-        if qkv is None or not all(_reads_rows(user, result) for user in node.users):
-            continue
-        with graph_module.graph.inserting_before(node):
-            new = _call(graph_module.graph, qkv, result, given["scale"])
-        new.meta["example_value"] = result
-        node.replace_all_uses_with(new)
-        graph_module.graph.erase_node(node)
-        sites += 1
-    finish(graph_module)
-    return sites
+        root = _packed(tuple(given[name] for name in ("query", "key", "value")), q)
+        qkv = value(root)
+        # the op makes a float of a whole number, and tables are asked for it as the op does
+        scale = None if given["scale"] is None else float(given["scale"])
+        if root is not None and qkv is not None and all(_reads_rows(user, result) for user in node.users):
+            yield _Site(node, root, qkv.to(result.dtype), q.shape[1], scale, result)
 
 
 def _attention(
@@ -141,13 +210,13 @@ def _reads_rows(user: fx.Node, result: Tensor) -> bool:
     return _is_view(_replay([user], rows.transpose(1, 2)), rows, tuple(rows.shape), rows.stride(), 0)
 
 
-def _call(graph: fx.Graph, qkv: fx.Node, result: Tensor, scale: float | None) -> fx.Node:
-    """The op's result as attention would return it, [N, heads, T, D]."""
-    found = value(qkv)
+def _call(graph: fx.Graph, site: _Site) -> tuple[fx.Node, fx.Node]:
+    """The op's result as attention would return it, [N, heads, T, D], and the op's call."""
+    qkv, found = site.qkv_node, value(site.qkv_node)
     assert found is not None
-    if found.dtype != result.dtype:
-        qkv = graph.call_method("to", (qkv, result.dtype))
-    choices = {"heads": result.shape[1], "scale": scale}
-    both = graph.call_function(attention_packed.OP.overload, (qkv,), choices)
+    if found.dtype != site.qkv.dtype:
+        qkv = graph.call_method("to", (qkv, site.qkv.dtype))
+    both = graph.call_function(attention_packed.OP.overload, (qkv,), {"heads": site.heads, "scale": site.scale})
     rows = graph.call_function(operator.getitem, (both, 0))
-    return graph.call_method("transpose", (graph.call_method("unflatten", (rows, 2, result.shape[1::2])), 1, 2))
+    heads = graph.call_method("unflatten", (rows, 2, site.result.shape[1::2]))
+    return graph.call_method("transpose", (heads, 1, 2)), both

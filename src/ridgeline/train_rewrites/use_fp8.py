@@ -1,5 +1,7 @@
 """Convolutions of a bf16 step become convolve_fp8: the passes that are chosen in FP8, the others as they were.
 
+So do linear layers over tokens, as 1x1 convolutions: see `fp8_linears`.
+
     x8,  x quads  = quantize(x)                          e4m3, forward
     y             = conv2d(x8, w8) / scales + bias
     dy8, dy quads = quantize(dy)                         e5m2, backward
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +33,9 @@ from ridgeline.kernels import (
     quantize_fp8,
 )
 from ridgeline.kernels._op import dtype_name
+from ridgeline.train_rewrites import fp8_linears
 from ridgeline.train_rewrites._match import finish, is_channels_last, only_user, value
+from ridgeline.train_rewrites.fp8_linears import LinearCall, linear_calls
 from ridgeline.train_rewrites.fp8_passes import PASSES, Chooser, impossible_passes
 from ridgeline.train_rewrites.use_convolutions import Convolution, ConvolutionCall, convolution_calls
 
@@ -49,7 +54,7 @@ class Fp8State:
 class Fp8Weight:
     """A weight in FP8."""
 
-    copy: Tensor  # [K, C, R, S] e4m3, channels_last
+    copy: Tensor  # [K, C, R, S] e4m3, channels_last; R = S = 1 of a linear layer
     turned: Tensor  # [C, K, R, S], as `conv2d_fp8.for_dgrad` turns it
     rows: tuple[int, int, int]  # of x, of the weight, of dy
 
@@ -71,16 +76,20 @@ class Layers(Protocol):
         """The FP8 copies of a weight that has no obstacle."""
         ...
 
-    def note(self, weight: object, name: str, passes: tuple[str, ...], reason: str) -> None:
-        """Which passes of the layer run in FP8, and why not all of them; `name` is the weight's in the graph."""
+    def note(self, weight: object, name: str, passes: tuple[str, ...], reason: str, *, kind: str) -> None:
+        """Which passes of the layer run in FP8, and why not all of them; `name` is the weight's in the graph.
+
+        `kind` is what the layer is called: "convolution", "linear layer".
+        """
         ...
 
 
 def apply(graph_module: fx.GraphModule, inputs: Sequence[Any], layers: Layers) -> int:
-    """Replace every convolution of which a pass is chosen to run in FP8; returns how many.
+    """Replace every convolution and linear layer of which a pass is chosen to run in FP8; returns how many.
 
     Does not fire on: results that are not bf16; stride, dilation, groups, padding that changes the size; a weight that
-    is no input of the graph, not channels_last, read by something else too, or that `layers` have an obstacle for. The
+    is no input of the graph, not channels_last, read by something else too, or that `layers` have an obstacle for;
+    linear layers of tokens whose channels are not adjacent, or of one row an image, which are not noted either. The
     graph must not be dynamo's own but a copy of it, since it gets attributes that dynamo has no name for.
     """
     graph = graph_module.graph
@@ -88,22 +97,27 @@ def apply(graph_module: fx.GraphModule, inputs: Sequence[Any], layers: Layers) -
     given = dict(zip(placeholders, inputs, strict=True))
     state: tuple[fx.Node, ...] | None = None
     replaced = 0
-    for call in convolution_calls(graph_module):
+    # a linear layer is looked at when the convolutions before it have been replaced
+    for call in chain(convolution_calls(graph_module), linear_calls(graph_module)):
         weight_node = call.given["weight"]
         weight = given.get(weight_node)
+        kind = "linear layer" if isinstance(call, LinearCall) else "convolution"
         reason = _why_not(call, weight, layers)
         if reason:
-            layers.note(weight, weight_node.name, (), reason)
+            layers.note(weight, weight_node.name, (), reason, kind=kind)
             continue
         padding, shapes = _shapes(call)
         impossible = impossible_passes(shapes)
+        if isinstance(call, LinearCall) and impossible.keys() == {"wgrad"}:
+            # it has no rows and columns of its own
+            impossible = {"wgrad": f"quads need a multiple of 16 tokens, got {call.tokens}"}
         chosen = layers.choose(shapes, by_norm=_is_of_norm(call, quads="wgrad" not in impossible))
         passes = tuple(name for name in PASSES if name in chosen & layers.allowed and name not in impossible)
         left_out = dict.fromkeys(frozenset(PASSES) - layers.allowed, "the recipe's fp8_passes leave it out")
         known = {**dict.fromkeys(PASSES, "FP8 would save less than quantising costs"), **left_out, **impossible}
         reasons = {name: known[name] for name in PASSES if name not in passes}
         stays = "; ".join(f"{name} stays bf16: {why}" for name, why in reasons.items())
-        layers.note(weight, weight_node.name, passes, stays)
+        layers.note(weight, weight_node.name, passes, stays, kind=kind)
         if not passes:
             continue
         asked = layers.ask(weight)
@@ -111,11 +125,14 @@ def apply(graph_module: fx.GraphModule, inputs: Sequence[Any], layers: Layers) -
             state = state or tuple(_attribute(graph_module, f"fp8_{n}", t) for n, t in vars(layers.state).items())
             named = {f"fp8_{n}_{replaced}": tensor for n, tensor in (("copy", asked.copy), ("turned", asked.turned))}
             copies = tuple(_attribute(graph_module, name, tensor) for name, tensor in named.items())
-        operands = (call.given["input"], weight_node, call.given["bias"], copies, state)
+        operands = (weight_node, call.given["bias"], copies, state, asked.rows, padding, passes)
         with graph.inserting_before(call.node):
-            new = graph.call_function(convolve_fp8, (*operands, asked.rows, padding, passes))
-        new.meta["example_value"] = call.y
-        call.node.replace_all_uses_with(new)
+            linear = isinstance(call, LinearCall)
+            x = fp8_linears.map_node(graph, call) if linear else call.given["input"]
+            new = graph.call_function(convolve_fp8, (x, *operands))
+            new.meta["example_value"] = call.y
+            result = fp8_linears.tokens_node(graph, call, new) if linear else new
+        call.node.replace_all_uses_with(result)
         replaced += 1
     finish(graph_module)
     return replaced
@@ -131,11 +148,15 @@ def convolve_fp8(
     padding: tuple[int, int],
     passes: tuple[str, ...],
 ) -> Tensor:
-    """The convolution in bf16 with some passes in FP8: `copies` are Fp8Weight's tensors, `state` Fp8State's."""
+    """The convolution in bf16 with some passes in FP8: `copies` are Fp8Weight's tensors, `state` Fp8State's.
+
+    A weight [K, C] is that of a 1x1 convolution.
+    """
     x = x.to(torch.bfloat16).contiguous(memory_format=torch.channels_last)
     if {"fprop", "dgrad"} - set(passes):
         # a pass in bf16 reads the weight
         weight = weight.to(torch.bfloat16)
+    weight = weight[:, :, None, None] if weight.dim() == 2 else weight
     return _Convolution.apply(x, weight, bias, Fp8Weight(*copies, rows), Fp8State(*state), padding, passes)
 
 
@@ -218,6 +239,8 @@ def _why_not(call: ConvolutionCall, weight: object, layers: Layers) -> str:
     """Why a convolution stays bf16, "" where nothing stands in the way."""
     if reason := layers.why_not(weight):
         return reason
+    if isinstance(call, LinearCall) and not call.adjacent:
+        return "the channels of its input are not adjacent"
     conv = call.problem
     if conv is None:
         return f"its padding is {call.given['padding']!r}"
@@ -252,8 +275,12 @@ def _shapes(call: ConvolutionCall) -> tuple[tuple[int, int], Convolution]:
 
 def _is_of_norm(call: ConvolutionCall, *, quads: bool) -> bool:
     """Whether a norm makes the input for this convolution alone, and can quantise it."""
-    node = call.given["input"]
-    if node.target is not group_norm_silu.OP.overload or only_user(node) is not call.node:
+    node: Any = call.given["input"]
+    if isinstance(call, LinearCall):
+        node = call.sole_source
+    elif only_user(node) is not call.node:
+        return False
+    if node is None or node.target is not group_norm_silu.OP.overload:
         return False
     x = value(node.args[0])
     return x is not None and group_norm_silu_fp8.fits(x, node.kwargs["groups"], quads=quads)
