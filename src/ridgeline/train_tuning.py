@@ -39,11 +39,15 @@ def tune_step(
     """Time every pass of every distinct convolution and attention of `loss(model, batch)` beside PyTorch's own kernel.
 
     With a recipe in FP8, those in FP8 too. The loss is computed once, without gradients kept. Choices are those of
-    `tuning.tune_all`. Raises EnvironmentUnusable where the model is on no GPU.
+    `tuning.tune_all`. Raises EnvironmentUnusable where the model is on no GPU, or on one that has no kernels in FP8.
     """
     device = next(model.parameters()).device
     if device.type != "cuda":
         raise EnvironmentUnusable(f"tune: the model must be on a GPU, got {device}: move it and its batch to cuda")
+    arch = fp8_passes.architecture_of(device)
+    if recipe.fp8 != "never" and arch not in fp8_passes.ARCHITECTURES:
+        known = fp8_passes.listed(fp8_passes.ARCHITECTURES)
+        raise EnvironmentUnusable(f"tune: FP8 kernels are for {known}, and the GPU is {arch}: tune in bf16")
     found = tunable(model, loss, batch, recipe)
     problems = chain.from_iterable(one.problems() for one in found)
     if recipe.fp8 != "never":
