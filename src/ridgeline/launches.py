@@ -1,4 +1,4 @@
-"""The kernel launches that a lowered graph will make: counted on any machine, compiled in parallel on a GPU."""
+"""The kernel launches that a graph will make: counted on any machine, compiled in parallel on a GPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 from triton.errors import TritonError
 
-from ridgeline.kernels import BY_OVERLOAD
+from ridgeline.kernels import BY_TRAINING_OVERLOAD
 
 
 def planned(node: fx.Node, device: torch.device | str) -> tuple[Any, ...]:
     """The launches that a call of a ridgeline operator makes on tensors like its own, in order; runs nothing."""
-    launch = BY_OVERLOAD[node.target].launcher.plan(**arguments_of(node, device))  # pyright: ignore[reportArgumentType]
-    return (*getattr(launch, "before", ()), launch)
+    op = BY_TRAINING_OVERLOAD[node.target]  # pyright: ignore[reportArgumentType]
+    return op.launcher.plan(**arguments_of(node, device)).parts
 
 
 def arguments_of(node: fx.Node, device: torch.device | str) -> dict[str, Any]:
@@ -34,7 +34,8 @@ def arguments_of(node: fx.Node, device: torch.device | str) -> dict[str, Any]:
 
 def kernel_calls(graph_module: fx.GraphModule) -> Iterator[fx.Node]:
     """The calls of ridgeline's operators, in order."""
-    return (node for node in graph_module.graph.nodes if node.op == "call_function" and node.target in BY_OVERLOAD)
+    nodes = graph_module.graph.nodes
+    return (node for node in nodes if node.op == "call_function" and node.target in BY_TRAINING_OVERLOAD)
 
 
 def compile_kernels(graph_module: fx.GraphModule, device: torch.device) -> None:
@@ -54,8 +55,9 @@ def compile_kernels(graph_module: fx.GraphModule, device: torch.device) -> None:
 
 def _compile_each(graph_module: fx.GraphModule, device: torch.device) -> None:
     for node in kernel_calls(graph_module):
-        for launch in planned(node, device):
-            with contextlib.suppress(TritonError, RuntimeError, SystemError):
+        # of what does not fit beside a model in training either
+        with contextlib.suppress(TritonError, RuntimeError, SystemError):
+            for launch in planned(node, device):
                 launch.kernel.warmup(**launch.arguments, **launch.constants, **launch.options, grid=launch.grid)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ridgeline.fp8_step import Fp8Step
+from ridgeline.launches import compile_kernels
 from ridgeline.train_rewrites import (
     BY_NAME,
     fuse_attention,
@@ -31,7 +32,7 @@ def inductor(mode: str, watch: Callable[[fx.GraphModule], None] | None = None) -
     """Inductor, as torch.compile's `mode` sets it up; `watch` sees each aten graph that it is given, before.
 
     Maps in FP8 are quantised by the kernels that make them, where those can: `fuse_quantize`. Norms sum the gradients
-    of the biases before them: `fuse_bias_gradient`.
+    of the biases before them: `fuse_bias_gradient`. On a GPU this project's kernels are compiled first, in parallel.
     """
 
     def compiler(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -43,6 +44,8 @@ def inductor(mode: str, watch: Callable[[fx.GraphModule], None] | None = None) -
             fuse_bias_gradient.apply(aten_module)
             if watch is not None:
                 watch(aten_module)
+            if (gpu := _gpu_of(given)) is not None:
+                compile_kernels(aten_module, gpu)
             return compile_fx_inner(aten_module, given, **options)
 
         patches = {} if mode == "default" else torch._inductor.list_mode_options(mode)
@@ -51,6 +54,10 @@ def inductor(mode: str, watch: Callable[[fx.GraphModule], None] | None = None) -
         )
 
     return compiler
+
+
+def _gpu_of(inputs: Sequence[Any]) -> torch.device | None:
+    return next((tensor.device for tensor in inputs if isinstance(tensor, Tensor) and tensor.is_cuda), None)
 
 
 @dataclass(eq=False)  # dynamo gives the graphs of one backend to another that equals it

@@ -20,8 +20,12 @@ from ridgeline.kernels import (
     depthwise_conv2d_act,
     detect_topk,
     group_norm_silu,
+    group_norm_silu_backward,
+    group_norm_silu_backward_fp8,
+    group_norm_silu_fp8,
     letterbox_conv_act,
     max_pool_chain,
+    quantize_fp8,
     upsample_concat_conv_act,
     upsample_conv2d,
     upsample_conv2d_dgrad,
@@ -50,6 +54,16 @@ FP8 = (conv2d_fp8.OP, conv2d_wgrad_fp8.OP)
 
 # the op behind a graph node's target, whether it returns its result or writes it
 BY_OVERLOAD = {overload: op for op in ALL for overload in (op.overload, op.into) if overload is not None}
+# likewise in the graphs of a training step
+_NORMS = (
+    group_norm_silu_backward.OP,
+    group_norm_silu_backward.SUMMED_OP,
+    group_norm_silu_fp8.OP,
+    group_norm_silu_backward_fp8.OP,
+)
+BY_TRAINING_OVERLOAD = BY_OVERLOAD | {
+    op.overload: op for op in (*PASSES, *ATTENTION, *UPSAMPLED, *FP8, *_NORMS, quantize_fp8.OP)
+}
 
 
 def find(name: str) -> Op:

@@ -23,7 +23,8 @@ Not in `kernels.ALL`, whose ops return one tensor; `tuning.tune` takes it nevert
 
 from __future__ import annotations
 
-from functools import wraps
+from dataclasses import replace
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -365,4 +366,7 @@ OP = Op(
 )
 
 register(group_norm_silu_backward_summed, fake=_fake_summed, on_cpu=_summed_on_cpu, cost=cost)
-SUMMED = torch.ops.ridgeline.group_norm_silu_backward_summed.default
+SUMMED_OP = replace(
+    OP, name="group_norm_silu_backward_summed", launcher=Launcher(partial(plan, sum_dx=True), candidates)
+)
+SUMMED = SUMMED_OP.overload
