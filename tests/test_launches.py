@@ -44,6 +44,7 @@ print(hits)
 TRAINING = """
 import torch, triton
 from collections import Counter
+from torch._subclasses.fake_tensor import FakeTensorMode
 from fp8_steps import training
 from ridgeline.launches import compile_kernels, kernel_calls, planned
 from ridgeline.precompile import _Driver
@@ -55,7 +56,8 @@ triton.knobs.compilation.listener = lambda *, src, **_: compiled.update([src.nam
 for graph_module in graphs:
     operators = [node for node in graph_module.graph.nodes if str(node.target).startswith("ridgeline.")]
     assert list(kernel_calls(graph_module)) == operators
-    compile_kernels(graph_module, torch.device("cpu"))
+    with FakeTensorMode():  # as AOTAutograd may have it on
+        compile_kernels(graph_module, torch.device("cpu"))
 launched = {launch.kernel.__name__ for gm in graphs for node in kernel_calls(gm) for launch in planned(node, "cpu")}
 once = compiled.total()
 for graph_module in graphs:

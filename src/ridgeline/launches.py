@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.node import map_arg
 from triton.errors import TritonError
 
@@ -46,11 +47,13 @@ def compile_kernels(graph_module: fx.GraphModule, device: torch.device) -> None:
     Triton's disk cache has is only read. A kernel that fails does so again, and says why, where it is launched.
     """
     threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
-    with threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+    # a compiler that asks for this may make fake tensors of all that is made: they have no address to be aligned
+    with unset_fake_temporarily():
+        with threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+            _compile_each(graph_module, device)
+        # Before Python 3.11.8 and 3.12.2 two threads in `ast.parse` may fail (CPython issue 106905): one thread does
+        # what they left, and finds the rest in memory.
         _compile_each(graph_module, device)
-    # Before Python 3.11.8 and 3.12.2 two threads in `ast.parse` may fail (CPython issue 106905): one thread does what
-    # they left, and finds the rest in memory.
-    _compile_each(graph_module, device)
 
 
 def _compile_each(graph_module: fx.GraphModule, device: torch.device) -> None:
