@@ -65,6 +65,15 @@ def plant_rows(
         monkeypatch.setattr(module, "tuned_row", row)
 
 
+def random_problem(rng: random.Random) -> tuple[tuple[int, int, int, int], tuple[int, int, int], int]:
+    """(x, weight, promote) for `wgrad_fp8_sample`: small maps of every width, all filters, all kinds of promotion."""
+    h, w = 4 * rng.randint(1, 3), rng.choice([4, 4, 8, 8, 16, 32])
+    c, k = (16 * rng.randint(1, 5) for _ in range(2))
+    promotions = [0, *(128 * rows for rows in range(1, h // 4 + 1) if h // 4 % rows == 0)]
+    n, r, s = rng.randint(1, 9 if w < 16 else 3), rng.choice([1, 3]), rng.choice([1, 3])
+    return (n, c, h, w), (k, r, s), rng.choice(promotions)
+
+
 def right_gradients(arguments: Mapping[str, Any], config: Any = None, *, target: Target = SM_90) -> Launch:
     """Launch conv2d_wgrad_fp8 and compare both results with float64."""
     launch = conv2d_wgrad_fp8.plan(config=config, target=target, **arguments)

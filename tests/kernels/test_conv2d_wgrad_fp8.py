@@ -3,6 +3,7 @@
 test_gluon_kernels.py runs the kernel that multiplies.
 """
 
+import random
 from itertools import product
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from ridgeline.kernels import _quads, conv2d_wgrad_fp8
 from ridgeline.kernels._op import typical_target
 from ridgeline.kernels.conv2d_wgrad_fp8 import wgrad_fp8_sample
-from shared_kernels import right_gradients
+from shared_kernels import random_problem, right_gradients
 
 SM_90 = typical_target("sm_90")
 OP = conv2d_wgrad_fp8.OP
@@ -206,6 +207,17 @@ def test_every_candidate_is_right(sample):
     arguments = sample.arguments(E4M3, "cuda")
     for config in conv2d_wgrad_fp8.candidates(**arguments):
         right_gradients(arguments, config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(20))
+def test_random_shapes_against_float64(seed):
+    """Ten calls a seed: each compiles two kernels of its own."""
+    rng = random.Random(seed)
+    for _ in range(10):
+        x, weight, promote = random_problem(rng)
+        arguments = wgrad_fp8_sample("", x, weight, promote=promote).arguments(E4M3, "cuda")
+        right_gradients(arguments, rng.choice(conv2d_wgrad_fp8.candidates(**arguments)))
 
 
 @pytest.mark.gpu

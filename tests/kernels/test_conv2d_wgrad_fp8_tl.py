@@ -1,5 +1,6 @@
 """Weight and bias gradients of FP8 quads on sm_89 and sm_120: numbers in the interpreter, machine code offline."""
 
+import random
 from dataclasses import dataclass, replace
 
 import pytest
@@ -12,7 +13,7 @@ from ridgeline.kernels._op import Launch, typical_target
 from ridgeline.kernels._quads import quads_shape
 from ridgeline.kernels.conv2d_wgrad_fp8 import Config, TileConfig, wgrad_fp8_sample
 from ridgeline.sass import SassReport, compile_many, inspect
-from shared_kernels import right_gradients
+from shared_kernels import random_problem, right_gradients
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -41,6 +42,17 @@ GPU_OF = {sm_count: replace(typical_target("sm_89"), sm_count=sm_count) for sm_c
 def test_it_is_what_float64_finds(x, weight, promote):
     arguments = wgrad_fp8_sample("", x, weight, promote=promote).arguments(E4M3, DEVICE)
     right_gradients(arguments, target=GPU_OF[1])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_shapes_against_float64(seed: int):
+    """Ten calls a seed, of random sizes, filters, promotions, configs and numbers of multiprocessors."""
+    rng = random.Random(seed)
+    for _ in range(10):
+        x, weight, promote = random_problem(rng)
+        target = replace(typical_target("sm_89"), sm_count=rng.choice([1, 3, 9]))
+        arguments = wgrad_fp8_sample("", x, weight, promote=promote).arguments(E4M3, DEVICE)
+        right_gradients(arguments, rng.choice(conv2d_wgrad_fp8.candidates(target=target, **arguments)), target=target)
 
 
 @pytest.mark.parametrize("promote", [0, 128])

@@ -8,34 +8,11 @@ import pytest
 import torch
 
 import gluon_interpreter
-from ridgeline.kernels import FP8, PASSES, conv2d_fp8, conv2d_fprop, conv2d_wgrad, conv2d_wgrad_fp8
-from ridgeline.kernels._op import typical_target
+from gluon_launches import FORMAT, SM_90, first_launch, result
+from ridgeline.kernels import FP8, PASSES, conv2d_fprop, conv2d_wgrad, conv2d_wgrad_fp8
 from ridgeline.numerics import compare, to_float64
 
-SM_90 = typical_target("sm_90")
-FORMAT = {conv2d_fp8.OP: torch.float8_e5m2, conv2d_wgrad_fp8.OP: torch.float8_e4m3fn}
 CASES = [(op, sample) for op in (*PASSES, *FP8) for sample in op.samples if not sample.real_size]
-
-
-def first_launch(op, sample, config=None, *, target=SM_90):
-    """The launch that multiplies, on the CPU; and its arguments."""
-    arguments = sample.arguments(FORMAT.get(op, torch.float16), "cpu")
-    config = config or op.launcher.candidates(target=target, **arguments)[0]
-    launch = op.launcher.plan(config=config, target=target, **arguments).parts[0]
-    launch.output.fill_(float("nan"))
-    return launch, arguments
-
-
-def result(op, launch, arguments):
-    """What the op returns, of the sums of a weight gradient too."""
-    if launch.output.dim() == 4:
-        return launch.output
-    shape = op.reference(**arguments).shape
-    k, c, r, s = shape
-    dw = launch.output.sum(0).view(k, r, s, c).permute(0, 3, 1, 2)
-    if op is conv2d_wgrad_fp8.OP:
-        dw = dw * (arguments["inverse"][arguments["dy_row"]] * arguments["inverse"][arguments["x_row"]])
-    return dw.to(torch.bfloat16 if op is conv2d_wgrad_fp8.OP else torch.float16)
 
 
 @pytest.mark.parametrize(("op", "sample"), [pytest.param(*case, id=f"{case[0].name}-{case[1].why}") for case in CASES])
@@ -49,6 +26,14 @@ def test_every_pixel_meets_its_taps_in_every_tile(op, sample):
         found = result(op, launch, arguments)
         verdict = compare(found, exact, op.reference(**arguments), error_factor=op.error_factor, eps=1e-3)
         assert verdict.passed, f"{config}: {verdict.reason}"
+
+
+def test_groups_of_warps_and_held_operands_are_among_those():
+    """The config that is taken first, of each sample: (groups, held)."""
+    samples = [sample for op, sample in CASES if op is conv2d_wgrad_fp8.OP]
+    calls = (sample.arguments(torch.float8_e4m3fn, "meta") for sample in samples)
+    first = [conv2d_wgrad_fp8.candidates(target=SM_90, **arguments)[0] for arguments in calls]
+    assert {(config.groups, config.held) for config in first} == {(1, True), (2, True), (2, False), (1, False)}
 
 
 # in one program, so that every ring goes round

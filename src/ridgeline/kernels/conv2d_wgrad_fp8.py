@@ -381,8 +381,8 @@ SAMPLES = (
     wgrad_fp8_sample("UNet 4x4 256->256, batch 128", (128, 256, 4, 4), (256, 3, 3), real_size=True),
     wgrad_fp8_sample("UNet 32x32 384->128 1x1, batch 128", (128, 384, 32, 32), (128, 1, 1), real_size=True),
     wgrad_fp8_sample("channels beside the tiles, a row of two boxes", (3, 80, 8, 64), (48, 3, 3)),
-    wgrad_fp8_sample("fewer images than are reduced together", (3, 16, 4, 8), (16, 3, 3)),
-    wgrad_fp8_sample("one row of three taps, never promoted", (2, 32, 8, 16), (16, 1, 3), promote=0),
+    wgrad_fp8_sample("fewer images than are reduced together", (3, 32, 4, 8), (80, 3, 3)),
+    wgrad_fp8_sample("one row of three taps, never promoted", (2, 32, 8, 16), (80, 1, 3), promote=0),
     wgrad_fp8_sample("promoted every other row", (2, 16, 16, 32), (32, 3, 3), promote=256),
 )
 
