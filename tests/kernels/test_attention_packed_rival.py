@@ -130,3 +130,16 @@ def test_what_tune_stores_is_what_the_price_finds(tmp_path, monkeypatch: pytest.
         assert price(GIVEN["qkv"], heads=2) is None
     finally:
         tuned.load.cache_clear()
+
+
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_the_backward_on_a_cpu_needs_no_autograd(scale: float | None):
+    """A compiled graph calls it below autograd, where gradients cannot be asked for."""
+    arguments = attention_sample("", 2, 9, 3, 12, backward=True, scale=scale).arguments(torch.float64, "cpu")
+    expected = attention_packed_backward.reference(**arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        found = attention_packed_backward.on_cpu(**arguments)
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            attention_packed_backward.reference(**arguments)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert found.shape == arguments["qkv"].shape and found.is_contiguous()

@@ -1,0 +1,53 @@
+"""The whole training step of the DDPM in FP8, as AOTAutograd gets it, in a process that runs operators by reference."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+from dataclasses import replace
+import torch
+from fp8_steps import Aot, capture, fp8_by_reference
+from ridgeline.launches import kernel_calls, planned
+from ridgeline.models.ddpm_unet import UNet
+from ridgeline.step_program import Parts, StepProgram
+from ridgeline.step_recipe import NAMED
+from ridgeline.train_step import TrainStep
+from ridgeline.workloads.ddpm_ladder import Conditions
+from ridgeline.workloads.diffusion import linear_schedule, noise_loss
+
+model = UNet(Conditions().network).to(memory_format=torch.channels_last)
+parts = Parts(model, noise_loss(linear_schedule()), torch.optim.AdamW(model.parameters(), lr=1e-4))
+program = StepProgram(parts, replace(NAMED["fp8"], optimizer_kernel="never"))
+program.backend.compiler = compiler = Aot(program._see)
+images = torch.zeros(1, 3, 32, 32).to(memory_format=torch.channels_last)
+with fp8_by_reference():
+    step = TrainStep(program, images, capture=capture)
+    loss = step(images).item()
+report = step.report
+print(report.replays, 0.5 < loss < 2, *(report.rewrites[name] for name in ("use_fp8", "fuse_attention")))
+print(report.fp8[0].partition(";")[0])
+print(*(line.partition(":")[0] for line in report.fp8[1:]))
+for graph in compiler.graphs:
+    operators = [node for node in graph.graph.nodes if str(node.target).startswith("ridgeline.")]
+    assert list(kernel_calls(graph)) == operators
+    print(sum(len(planned(node, "meta")) > 0 for node in operators) == len(operators) > 100)
+"""
+
+
+def test_every_operator_of_the_whole_step_has_its_kernels():
+    """All passes of all layers but the first and the last, where no chooser says what pays."""
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": paths}
+    run = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.splitlines() == [
+        "1 True 74 13",
+        "FP8 runs fprop of 74, dgrad of 74, wgrad of 74 of 50 convolutions and 26 linear layers",
+        "conv_in.weight conv_out.weight",
+        "True",
+        "True",
+    ]
