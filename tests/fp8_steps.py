@@ -12,12 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import aot_eager
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.optim import AdamW
 
 from graphs import by_reference
 from ridgeline import fp8_scaling
 from ridgeline.cudagraph import Captured
+from ridgeline.fp8_step import Fp8Step
 from ridgeline.kernels import (
     group_norm_silu_backward,
     group_norm_silu_backward_fp8,
@@ -29,6 +31,7 @@ from ridgeline.kernels import (
 from ridgeline.kernels._op import INTERPRETED
 from ridgeline.step_program import Parts, StepProgram
 from ridgeline.step_recipe import NAMED, StepRecipe
+from ridgeline.train_backend import TrainBackend
 from ridgeline.train_rewrites import fuse_quantize
 from ridgeline.train_step import TrainStep
 
@@ -99,6 +102,26 @@ def batches(n: int, rows: int = 8, seed: int = 1) -> list[tuple[Tensor, Tensor]]
     g = torch.Generator().manual_seed(seed)
     labels = [torch.randint(CLASSES, (rows,), generator=g) for _ in range(n)]
     return [(patterns[label] + torch.randn(rows, 3, 16, 16, generator=g), label) for label in labels]
+
+
+class Uses(nn.Module):
+    """A net of some layers that a function calls."""
+
+    def __init__(self, use: Callable[..., Tensor], **layers: nn.Module) -> None:
+        super().__init__()
+        self.use = use
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self, x)
+
+
+def backend_of(module: nn.Module, compiler: Any = aot_eager, **choices: Any) -> TrainBackend:
+    """For torch.compile on the CPU: no rewrites but FP8."""
+    layers = Fp8Step(torch.device("cpu"), **choices)
+    layers.open_(module.named_parameters())
+    return TrainBackend((), compiler, fp8=layers)
 
 
 @dataclass

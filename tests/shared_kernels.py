@@ -65,6 +65,14 @@ def plant_rows(
         monkeypatch.setattr(module, "tuned_row", row)
 
 
+def assert_valid_and_distinct(op: Op, arguments: Mapping[str, Any]) -> None:
+    """Of the configs that are proposed for a call."""
+    configs = op.launcher.candidates(target=SM_90, **arguments)
+    assert configs and len(set(configs)) == len(configs)
+    for config in configs:
+        op.launcher.plan(config=config, target=SM_90, **arguments)
+
+
 def random_problem(rng: random.Random) -> tuple[tuple[int, int, int, int], tuple[int, int, int], int]:
     """(x, weight, promote) for `wgrad_fp8_sample`: small maps of every width, all filters, all kinds of promotion."""
     h, w = 4 * rng.randint(1, 3), rng.choice([4, 4, 8, 8, 16, 32])

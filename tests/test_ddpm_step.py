@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from without_interpreter import output_of
 
 PROGRAM = """
 from dataclasses import replace
@@ -40,11 +37,7 @@ for graph in compiler.graphs:
 
 def test_every_operator_of_the_whole_step_has_its_kernels():
     """All passes of all layers but the first and the last, where no chooser says what pays."""
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": paths}
-    run = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.splitlines() == [
+    assert output_of(PROGRAM) == [
         "1 True 74 13",
         "FP8 runs fprop of 74, dgrad of 74, wgrad of 74 of 50 convolutions and 26 linear layers",
         "conv_in.weight conv_out.weight",

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import triton
@@ -15,6 +10,7 @@ from graphs import by_reference, image, net
 from ridgeline import compiler
 from ridgeline.launches import compile_kernels, planned
 from ridgeline.recipe import Recipe
+from without_interpreter import output_of
 
 PROGRAM = """
 import torch, triton
@@ -66,22 +62,16 @@ print(len(graphs), sorted(compiled) == sorted(launched), len(launched) >= 7, com
 """
 
 
-def output_of(program: str, folder: Path) -> list[str]:
-    """The lines that a program prints in a process whose Triton compiles, with an empty cache."""
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder), "PYTHONPATH": paths}
-    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    return run.stdout.splitlines()
-
-
 def test_each_kernel_is_compiled_once(tmp_path):
     # three launches of three kernels; the second call finds them in memory, the third on disk
-    assert output_of(PROGRAM, tmp_path) == ["[False, False, False]"] * 2 + ["[False, False, False, True, True, True]"]
+    assert output_of(PROGRAM, TRITON_CACHE_DIR=str(tmp_path)) == ["[False, False, False]"] * 2 + [
+        "[False, False, False, True, True, True]"
+    ]
 
 
 def test_every_kernel_of_a_training_step_is_compiled_before_it_runs(tmp_path):
     """Forward and backward, in FP8: convolutions, norms and what quantises."""
-    assert output_of(TRAINING, tmp_path) == ["2 True True True"]
+    assert output_of(TRAINING, TRITON_CACHE_DIR=str(tmp_path)) == ["2 True True True"]
 
 
 def test_stand_ins_have_the_alignment_of_the_real_tensors():

@@ -11,7 +11,7 @@ from ridgeline.kernels import PASSES, conv2d_dgrad, conv2d_fprop, conv2d_wgrad
 from ridgeline.kernels._conv2d_pass import Config, WgradConfig, box_count, box_of, step_of
 from ridgeline.kernels._op import RIVAL, typical_target
 from ridgeline.numerics import compare, to_float64
-from shared_kernels import right, sizes_of_one_kernel
+from shared_kernels import assert_valid_and_distinct, right, sizes_of_one_kernel
 
 SM_90 = typical_target("sm_90")
 ALL = [(op, sample) for op in PASSES for sample in op.samples]
@@ -50,10 +50,7 @@ def test_configs_are_for_hopper_alone():
 def test_every_candidate_is_valid_and_distinct():
     for op, sample in ALL:
         arguments = sample.arguments(torch.bfloat16, "meta")
-        configs = op.launcher.candidates(target=SM_90, **arguments)
-        assert configs and len(set(configs)) == len(configs)
-        for config in configs:
-            op.launcher.plan(config=config, target=SM_90, **arguments)
+        assert_valid_and_distinct(op, arguments)
 
 
 @pytest.mark.parametrize("op", PASSES, ids=lambda op: op.name)

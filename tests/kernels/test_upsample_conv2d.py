@@ -19,7 +19,7 @@ from ridgeline.kernels._upsample_conv2d import phase_gradients_kernel, phase_wei
 from ridgeline.kernels._upsample_conv2d_call import phase_weights
 from ridgeline.numerics import compare, to_float64
 from ridgeline.sass import compile_many, inspect
-from shared_kernels import right, sizes_of_one_kernel, whole
+from shared_kernels import assert_valid_and_distinct, right, sizes_of_one_kernel, whole
 
 SM_90 = typical_target("sm_90")
 # one program, so that a ring goes round from tile to tile
@@ -172,10 +172,7 @@ def test_no_tile_writes_into_the_neighbouring_phase():
 def test_every_candidate_is_valid_and_distinct():
     for op, sample in ALL:
         arguments = sample.arguments(torch.bfloat16, "meta")
-        configs = op.launcher.candidates(target=SM_90, **arguments)
-        assert configs and len(set(configs)) == len(configs)
-        for config in configs:
-            op.launcher.plan(config=config, target=SM_90, **arguments)
+        assert_valid_and_distinct(op, arguments)
 
 
 @pytest.mark.parametrize("op", UPSAMPLED, ids=lambda op: op.name)

@@ -9,12 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch._dynamo.backends.debugging import aot_eager
 
-from fp8_steps import Aot, fp8_by_reference
+from fp8_steps import Aot, Uses, backend_of, fp8_by_reference
 from ridgeline import train_tuning
 from ridgeline.fp8_scaling import DelayedScaling
-from ridgeline.fp8_step import Fp8Step
 from ridgeline.kernels._quads import why_not
 from ridgeline.kernels.conv2d_fp8 import for_dgrad
 from ridgeline.numerics import rms
@@ -42,23 +40,6 @@ def normal(*shape: int, seed: int = 1) -> Tensor:
 def linear(c: int = 16, k: int = 32, **choices: Any) -> nn.Linear:
     torch.manual_seed(0)
     return nn.Linear(c, k, **choices)
-
-
-class Uses(nn.Module):
-    def __init__(self, use: Callable[..., Tensor], **layers: nn.Module) -> None:
-        super().__init__()
-        self.use = use
-        for name, layer in layers.items():
-            self.add_module(name, layer)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.use(self, x)
-
-
-def backend_of(module: nn.Module, compiler: Any = aot_eager, **choices: Any) -> TrainBackend:
-    layers = Fp8Step(CPU, **choices)
-    layers.open_(module.named_parameters())
-    return TrainBackend((), compiler, fp8=layers)
 
 
 def ran(module: Callable[..., Tensor], x: Tensor, backend: TrainBackend) -> Tensor:

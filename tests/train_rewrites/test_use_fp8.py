@@ -11,12 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.backends.debugging import aot_eager
 from torch._functorch.aot_autograd import make_boxed_func
 
-from fp8_steps import fp8_by_reference
+from fp8_steps import Uses, backend_of, fp8_by_reference
 from ridgeline.fp8_scaling import DelayedScaling
-from ridgeline.fp8_step import Fp8Step
 from ridgeline.kernels import conv2d_fp8, conv2d_wgrad_fp8
 from ridgeline.kernels._op import typical_target
 from ridgeline.kernels.conv2d_fp8 import for_dgrad
@@ -111,26 +109,9 @@ def close(actual: Tensor | None, expected: Tensor) -> bool:
 # --- which layers --------------------------------------------------------------------------------------------------
 
 
-def backend_of(module: nn.Module, compiler: Any = aot_eager, **choices: Any) -> TrainBackend:
-    layers = Fp8Step(CPU, **choices)
-    layers.open_(module.named_parameters())
-    return TrainBackend((), compiler, fp8=layers)
-
-
 def ran(module: nn.Module, x: Tensor, backend: TrainBackend) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return torch.compile(module, backend=backend)(x)
-
-
-class Uses(nn.Module):
-    def __init__(self, use: Callable[..., Tensor], **layers: nn.Module) -> None:
-        super().__init__()
-        self.use = use
-        for name, layer in layers.items():
-            self.add_module(name, layer)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.use(self, x)
 
 
 def frozen() -> nn.Conv2d:

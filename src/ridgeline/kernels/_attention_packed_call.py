@@ -247,11 +247,24 @@ def attention_sample(
     return Sample(why, arguments, real_size)
 
 
-def attention(qkv: Tensor, *, heads: int, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """(out, lse) in plain PyTorch: the meaning of the forward."""
-    q, k, v = qkv.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+def parts_of(qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
+    """q, k and v as views [N, heads, T, D]."""
+    return qkv.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def attended(qkv: Tensor, *, heads: int, scale: float | None = None) -> Tensor:
+    """out, by PyTorch's attention: the meaning of the forward."""
+    q, k, v = parts_of(qkv, heads)
     out = F.scaled_dot_product_attention(q, k, v, scale=scale)
-    wide = torch.promote_types(qkv.dtype, torch.float32)
-    scores = q.to(wide) @ k.to(wide).transpose(-2, -1)
-    lse = (scores * (q.shape[-1] ** -0.5 if scale is None else scale)).logsumexp(-1)
-    return out.transpose(1, 2).flatten(2).contiguous(), lse
+    return out.transpose(1, 2).flatten(2).contiguous()
+
+
+def scores_of(qkv: Tensor, heads: int, scale: float | None) -> Tensor:
+    """What the softmax is taken of, [N, heads, T, T] in fp32 or wider."""
+    q, k, _ = parts_of(qkv.to(torch.promote_types(qkv.dtype, torch.float32)), heads)
+    return q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def attention(qkv: Tensor, *, heads: int, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """(out, lse) in plain PyTorch."""
+    return attended(qkv, heads=heads, scale=scale), scores_of(qkv, heads, scale).logsumexp(-1)

@@ -26,6 +26,10 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ridgeline.kernels._nhwc import next_power_of_2
+
+_next_power_of_2 = triton.constexpr_function(next_power_of_2)
+
 WORDS = 32  # of a row of 128 bytes in shared memory, in which pixels are reduced
 _WIDTHS = (4, 8, 16, 32, 64, 128)
 
@@ -152,8 +156,3 @@ def _lanes(words_cp):
     w0, w2 = tl.split(even)
     w1, w3 = tl.split(odd)
     return w0, w1, w2, w3
-
-
-@triton.constexpr_function
-def _next_power_of_2(number):
-    return 1 << (number - 1).bit_length()

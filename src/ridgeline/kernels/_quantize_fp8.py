@@ -88,7 +88,7 @@ def quantize_fp8_kernel(
 def quantize_quads_kernel(
     x_ptr, scale_ptr, y_ptr, amax_ptr, counts_ptr, row, words_ptr, images, x_pitch,
     C: tl.constexpr, QUARTER: tl.constexpr, W: tl.constexpr, FORMAT: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+    BESIDE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """The same pixels of each quarter of a map, QUARTER pixels, read once: y, its quads, and what was observed."""
     program = tl.program_id(0)
@@ -110,7 +110,7 @@ def quantize_quads_kernel(
         )  # fmt: skip
         scaled = scaled + (z_jc,)  # noqa: RUF005 - Triton cannot unpack
     words_jc = to_words(scaled[0], scaled[1], scaled[2], scaled[3], FORMAT)
-    store_quads(words_ptr, words_jc, n, first, c, c < C, C, QUARTER, W, FORMAT == "e4m3")
+    store_quads(words_ptr, words_jc, n, first, c, c < C, C, QUARTER, W, BESIDE)
     elements = tl.where(program == 0, 4 * images.to(tl.int64) * QUARTER * C, 0)
     record(amax_ptr + row, counts_ptr + row * 3, peak_jc, events_jc, elements)
 

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ridgeline.cost import Cost
@@ -37,6 +36,7 @@ from ridgeline.kernels._attention_packed_call import (
     REAL_SIZES,
     Call,
     Config,
+    attended,
     attention,
     attention_sample,
     default_config,
@@ -55,12 +55,6 @@ from ridgeline.kernels._op import (
     tuned_config,
     tuned_row,
 )
-
-
-def reference(qkv: Tensor, *, heads: int, scale: float | None = None) -> Tensor:
-    """out alone, by PyTorch's attention."""
-    q, k, v = attention_packed_backward.parts_of(qkv, heads)
-    return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(2).contiguous()
 
 
 def cost(qkv: Tensor, *, heads: int, scale: float | None = None) -> Cost:
@@ -100,7 +94,7 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
 def rival(**arguments: Any) -> Callable[[], Tensor]:
     """out alone, by the fastest of PyTorch's kernels."""
     return attention_packed_backward.fastest(
-        attention_packed_backward.by_backend(reference, **arguments), arguments["qkv"]
+        attention_packed_backward.by_backend(attended, **arguments), arguments["qkv"]
     )
 
 
@@ -168,7 +162,7 @@ _CALL.register_autograd(_backward, setup_context=_setup)
 OP = Op(
     name="attention_packed",
     call=_CALL,
-    reference=reference,
+    reference=attended,
     cost=cost,
     launcher=Launcher(plan, candidates, rival=rival),
     samples=SAMPLES,

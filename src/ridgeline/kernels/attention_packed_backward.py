@@ -43,7 +43,9 @@ from ridgeline.kernels._attention_packed_call import (
     Config,
     attention_sample,
     default_config,
+    parts_of,
     proposals,
+    scores_of,
 )
 from ridgeline.kernels._conv import FLOATS
 from ridgeline.kernels._op import Launch, Launcher, Op, Target, execute, register, target_of, tuned_config
@@ -78,11 +80,6 @@ def reference(
         again = F.scaled_dot_product_attention(q, k, v, scale=scale)
         found = torch.autograd.grad(again, (q, k, v), dout.unflatten(2, (heads, -1)).transpose(1, 2))
     return torch.stack([one.transpose(1, 2) for one in found], dim=2).flatten(2)
-
-
-def parts_of(qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
-    """q, k and v as views [N, heads, T, D]."""
-    return qkv.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
 
 def cost(
@@ -193,11 +190,10 @@ def on_cpu(
     scale: float | None = None,
 ) -> Tensor:
     """What `reference` finds, without autograd, which an operator is below."""
-    wide = torch.promote_types(qkv.dtype, torch.float32)
-    q, k, v = parts_of(qkv.to(wide), heads)
-    gradient = dout.to(wide).unflatten(2, (heads, -1)).transpose(1, 2)
+    weights = torch.softmax(scores_of(qkv, heads, scale), dim=-1)
+    q, k, v = parts_of(qkv.to(weights.dtype), heads)
+    gradient = dout.to(weights.dtype).unflatten(2, (heads, -1)).transpose(1, 2)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    weights = torch.softmax(factor * (q @ k.mT), dim=-1)
     of_weights = gradient @ v.mT
     scores = factor * weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True))
     found = scores @ k, scores.mT @ q, weights.mT @ gradient

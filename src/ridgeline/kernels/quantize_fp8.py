@@ -151,12 +151,11 @@ def plan(
     y = empty_y(x, fp8_format)
     if quads:
         n, _, h, w = x.shape
+        beside = _beside(fp8_format)
         kernel, programs = quantize_quads_kernel, config.quads_programs(x)
-        of_kernel = {
-            "words_ptr": x.new_empty(quads_shape(n, c, h, w, beside=_beside(fp8_format))[:5], dtype=torch.int32),
-            "images": n,
-        }
-        of_map, tile = {"QUARTER": h * w // 4, "W": w}, config.of_rows(x)
+        words = x.new_empty(quads_shape(n, c, h, w, beside=beside)[:5], dtype=torch.int32)
+        of_kernel = {"words_ptr": words, "images": n}
+        of_map, tile = {"QUARTER": h * w // 4, "W": w, "BESIDE": beside}, config.of_rows(x)
     else:
         kernel, programs = quantize_fp8_kernel, config.programs(x)
         of_kernel, of_map, tile = {"pixels": pixels}, {}, (config.pixels, config.width(x))

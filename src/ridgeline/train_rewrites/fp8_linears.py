@@ -31,12 +31,10 @@ _VIEWS = ("flatten", "transpose", "permute", "reshape", "view")
 class LinearCall(ConvolutionCall):
     """A call of a linear layer; x, weight and y are maps and filters, `given` has the nodes of its own operands."""
 
+    kind = "linear layer"
+
     source: fx.Node | None  # the map that the tokens are a view of
     views: tuple[fx.Node, ...]  # from there to the tokens
-
-    @property
-    def tokens(self) -> int:
-        return prod(self.x.shape[2:])
 
     @property
     def adjacent(self) -> bool:
@@ -56,6 +54,24 @@ class LinearCall(ConvolutionCall):
         path = (*filter(None, [self.source]), *self.views, self.node)
         alone = self.reads_source and all(only_user(one) is after for one, after in pairwise(path))
         return self.source if alone else None
+
+    def map_node(self) -> fx.Node:
+        """Where its tokens come from, or a view of them put in."""
+        if self.source is not None and self.reads_source:
+            return self.source
+        n, c, h, w = self.x.shape
+        return _view(_view(self.given["input"], "reshape", (n, h, w, c)), "permute", (0, 3, 1, 2))
+
+    def result_node(self, of_map: fx.Node) -> fx.Node:
+        """A map as the layer returned it, put in."""
+        y = value(self.node)
+        assert y is not None
+        return _view(_view(of_map, "permute", (0, 2, 3, 1)), "reshape", tuple(y.shape))
+
+    def in_its_words(self, reason: str) -> str:
+        """It has no rows and columns of its own."""
+        h, w = self.x.shape[2:]
+        return f"quads need a multiple of 16 tokens, got {h * w}" if reason == why_not(h, w) else reason
 
 
 def map_size(tokens: int) -> tuple[int, int] | None:
@@ -95,27 +111,12 @@ def convolutions_of(graph_module: fx.GraphModule) -> tuple[Convolution, ...]:
     return tuple(dict.fromkeys(conv for conv in (Convolution(*each) for each in shapes) if takes(conv)))
 
 
-def map_node(graph: fx.Graph, call: LinearCall) -> Any:
-    """The node of a layer's map: where its tokens come from, or a view of them put in."""
-    if call.reads_source:
-        return call.source
-    n, c, h, w = call.x.shape
-    return _view(graph, _view(graph, call.given["input"], "reshape", (n, h, w, c)), "permute", (0, 3, 1, 2))
-
-
-def tokens_node(graph: fx.Graph, call: LinearCall, of_map: fx.Node) -> fx.Node:
-    """A map as the layer returned it, put in."""
-    y = value(call.node)
-    assert y is not None
-    return _view(graph, _view(graph, of_map, "permute", (0, 2, 3, 1)), "reshape", tuple(y.shape))
-
-
 def _as_map(tokens: Tensor, size: tuple[int, int]) -> Tensor:
     return tokens.reshape(tokens.shape[0], *size, tokens.shape[-1]).permute(0, 3, 1, 2)
 
 
-def _view(graph: fx.Graph, node: fx.Node, name: str, sizes: tuple[int, ...]) -> fx.Node:
-    new = graph.call_method(name, (node, sizes))
+def _view(node: fx.Node, name: str, sizes: tuple[int, ...]) -> fx.Node:
+    new = node.graph.call_method(name, (node, sizes))
     found = value(node)
     if found is not None:
         new.meta["example_value"] = getattr(found, name)(sizes)

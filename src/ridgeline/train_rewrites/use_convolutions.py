@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from ridgeline import units
 from ridgeline.cost.conv import ConvProblem
 from ridgeline.kernels import Op, conv2d_dgrad, conv2d_fprop, conv2d_wgrad
-from ridgeline.train_rewrites._match import calls, finish, is_channels_last, value
+from ridgeline.train_rewrites._match import calls, finish, is_channels_last, only_user, value
 
 _NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
@@ -38,6 +38,8 @@ class Pass:
 class ConvolutionCall:
     """A call of conv2d: its operands by name, and what they and the result are when dynamo runs it."""
 
+    kind: ClassVar[str] = "convolution"
+
     node: fx.Node
     given: dict[str, Any]
     x: Tensor
@@ -52,6 +54,29 @@ class ConvolutionCall:
         x, weight = self.x, self.weight
         sizes = x.shape[0], x.shape[1], weight.shape[0], tuple(x.shape[2:]), tuple(weight.shape[2:])
         return ConvProblem(*sizes, *(self.given[name] for name in ("stride", "padding", "dilation", "groups")))
+
+    @property
+    def adjacent(self) -> bool:
+        """Whether the channels of a pixel are, once the map is channels_last."""
+        return True
+
+    @property
+    def sole_source(self) -> fx.Node | None:
+        """What makes the map, if nothing but this layer reads it."""
+        node = self.given["input"]
+        return node if only_user(node) is self.node else None
+
+    def map_node(self) -> fx.Node:
+        """The node of the map."""
+        return self.given["input"]
+
+    def result_node(self, of_map: fx.Node) -> fx.Node:
+        """A map as the call returned it."""
+        return of_map
+
+    def in_its_words(self, reason: str) -> str:
+        """Why a pass has no kernel, as the layer's user would say it."""
+        return reason
 
 
 @dataclass(frozen=True)

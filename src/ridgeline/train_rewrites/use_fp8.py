@@ -33,9 +33,8 @@ from ridgeline.kernels import (
     quantize_fp8,
 )
 from ridgeline.kernels._op import dtype_name
-from ridgeline.train_rewrites import fp8_linears
-from ridgeline.train_rewrites._match import finish, is_channels_last, only_user, value
-from ridgeline.train_rewrites.fp8_linears import LinearCall, linear_calls
+from ridgeline.train_rewrites._match import finish, is_channels_last, value
+from ridgeline.train_rewrites.fp8_linears import linear_calls
 from ridgeline.train_rewrites.fp8_passes import PASSES, Chooser, impossible_passes
 from ridgeline.train_rewrites.use_convolutions import Convolution, ConvolutionCall, convolution_calls
 
@@ -101,23 +100,19 @@ def apply(graph_module: fx.GraphModule, inputs: Sequence[Any], layers: Layers) -
     for call in chain(convolution_calls(graph_module), linear_calls(graph_module)):
         weight_node = call.given["weight"]
         weight = given.get(weight_node)
-        kind = "linear layer" if isinstance(call, LinearCall) else "convolution"
         reason = _why_not(call, weight, layers)
         if reason:
-            layers.note(weight, weight_node.name, (), reason, kind=kind)
+            layers.note(weight, weight_node.name, (), reason, kind=call.kind)
             continue
         padding, shapes = _shapes(call)
-        impossible = impossible_passes(shapes)
-        if isinstance(call, LinearCall) and impossible.keys() == {"wgrad"}:
-            # it has no rows and columns of its own
-            impossible = {"wgrad": f"quads need a multiple of 16 tokens, got {call.tokens}"}
+        impossible = {name: call.in_its_words(why) for name, why in impossible_passes(shapes).items()}
         chosen = layers.choose(shapes, by_norm=_is_of_norm(call, quads="wgrad" not in impossible))
         passes = tuple(name for name in PASSES if name in chosen & layers.allowed and name not in impossible)
         left_out = dict.fromkeys(frozenset(PASSES) - layers.allowed, "the recipe's fp8_passes leave it out")
         known = {**dict.fromkeys(PASSES, "FP8 would save less than quantising costs"), **left_out, **impossible}
         reasons = {name: known[name] for name in PASSES if name not in passes}
         stays = "; ".join(f"{name} stays bf16: {why}" for name, why in reasons.items())
-        layers.note(weight, weight_node.name, passes, stays, kind=kind)
+        layers.note(weight, weight_node.name, passes, stays, kind=call.kind)
         if not passes:
             continue
         asked = layers.ask(weight)
@@ -127,11 +122,9 @@ def apply(graph_module: fx.GraphModule, inputs: Sequence[Any], layers: Layers) -
             copies = tuple(_attribute(graph_module, name, tensor) for name, tensor in named.items())
         operands = (weight_node, call.given["bias"], copies, state, asked.rows, padding, passes)
         with graph.inserting_before(call.node):
-            linear = isinstance(call, LinearCall)
-            x = fp8_linears.map_node(graph, call) if linear else call.given["input"]
-            new = graph.call_function(convolve_fp8, (x, *operands))
+            new = graph.call_function(convolve_fp8, (call.map_node(), *operands))
             new.meta["example_value"] = call.y
-            result = fp8_linears.tokens_node(graph, call, new) if linear else new
+            result = call.result_node(new)
         call.node.replace_all_uses_with(result)
         replaced += 1
     finish(graph_module)
@@ -239,7 +232,7 @@ def _why_not(call: ConvolutionCall, weight: object, layers: Layers) -> str:
     """Why a convolution stays bf16, "" where nothing stands in the way."""
     if reason := layers.why_not(weight):
         return reason
-    if isinstance(call, LinearCall) and not call.adjacent:
+    if not call.adjacent:
         return "the channels of its input are not adjacent"
     conv = call.problem
     if conv is None:
@@ -275,15 +268,11 @@ def _shapes(call: ConvolutionCall) -> tuple[tuple[int, int], Convolution]:
 
 def _is_of_norm(call: ConvolutionCall, *, quads: bool) -> bool:
     """Whether a norm makes the input for this convolution alone, and can quantise it."""
-    node: Any = call.given["input"]
-    if isinstance(call, LinearCall):
-        node = call.sole_source
-    elif only_user(node) is not call.node:
-        return False
+    node = call.sole_source
     if node is None or node.target is not group_norm_silu.OP.overload:
         return False
-    x = value(node.args[0])
-    return x is not None and group_norm_silu_fp8.fits(x, node.kwargs["groups"], quads=quads)
+    x, groups = value(node.args[0]), int(node.kwargs["groups"])  # pyright: ignore[reportArgumentType]
+    return x is not None and group_norm_silu_fp8.fits(x, groups, quads=quads)
 
 
 def _attribute(graph_module: fx.GraphModule, name: str, tensor: Tensor) -> fx.Node:
