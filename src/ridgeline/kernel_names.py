@@ -49,6 +49,10 @@ _OWN = {
     "upsample_concat_conv_act_kernel": ("conv", "upsample_concat_conv_act"),
     # of conv2d_dgrad, conv2d_fp8, and of the same after upsampling too
     "conv2d_gluon_kernel": ("conv", "conv2d_fprop"),
+    # of conv2d_dgrad too
+    "narrow_expand_kernel": ("conv", "conv2d_fprop"),
+    "narrow_contract_kernel": ("conv", "conv2d_fprop"),
+    "narrow_reduce_kernel": ("conv", "conv2d_wgrad"),
     "conv2d_fp8_tl_kernel": ("conv", "conv2d_fp8"),
     "conv2d_wgrad_gluon_kernel": ("conv", "conv2d_wgrad"),
     "wgrad_parts_kernel": ("conv", "conv2d_wgrad"),
@@ -78,9 +82,11 @@ _COMMON = {
     "rank_kernel": ("sort", "detect_topk"),
     "sum_parts_kernel": ("reduction", "conv2d_act"),
     "forward_kernel": ("norm", "group_norm_silu"),
+    "forward_again_kernel": ("norm", "group_norm_silu"),
     "statistics_kernel": ("norm", "group_norm_silu"),
     "apply_kernel": ("norm", "group_norm_silu"),
     "backward_kernel": ("norm", "group_norm_silu_backward"),
+    "backward_again_kernel": ("norm", "group_norm_silu_backward"),
     "backward_sums_kernel": ("norm", "group_norm_silu_backward"),
     "backward_apply_kernel": ("norm", "group_norm_silu_backward"),
     "parameters_kernel": ("norm", "group_norm_silu_backward"),

@@ -115,6 +115,9 @@ def test_all_passes_together_decide(monkeypatch, seconds, sites):
         conv(groups=2),
         conv(k=12),
         conv(c=20),
+        conv(c=3, k=5),
+        conv(c=3, size=9),
+        conv(c=3, stride=2),
         conv(padding="same"),
         conv(size=1, padding=1),
         nn.Conv2d(16, 8, 3, padding=1),
@@ -128,6 +131,9 @@ def test_all_passes_together_decide(monkeypatch, seconds, sites):
         "groups",
         "filters",
         "channels",
+        "few of both",
+        "few channels under a large filter",
+        "few channels by 2",
         "padding in words",
         "wide padding",
         "NCHW weight",
@@ -159,6 +165,22 @@ def test_a_convolution_of_stride_2_is_replaced_where_it_halves_the_map(monkeypat
     expected.float().square().sum().backward()
     for ours, theirs in zip(layer.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=2**-6, atol=2**-5 * theirs.grad.abs().max().item())
+    tables(monkeypatch, {})
+    assert traced(layer, x)[1] == [0]
+
+
+@pytest.mark.parametrize(("c", "k"), [(3, 16), (16, 3)])
+def test_a_first_and_a_last_layer_are_replaced(monkeypatch, c, k):
+    """Of an fp32 image that is not channels_last, which the layer's operands are cast for."""
+    tables(monkeypatch, FAST)
+    layer, x = conv(c, k), image(c).contiguous()
+    (graph_module,), sites = traced(layer, x)
+    assert sites == [1]
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = layer(x)
+    (y,) = graph_module(layer.weight, layer.bias, x)
+    torch.testing.assert_close(y, expected, rtol=2**-7, atol=2**-7)
+    assert y.dtype == torch.bfloat16 and y.is_contiguous(memory_format=torch.channels_last)
     tables(monkeypatch, {})
     assert traced(layer, x)[1] == [0]
 
@@ -220,12 +242,9 @@ def test_the_ddpm_networks_convolutions_are_all_found(monkeypatch):
     torch.compiler.reset()
     found = ddpm_ladder.convolutions_of(conditions, NAMED["bf16"])
     model = ddpm_ladder.UNet(conditions.network)
-    fitting = {
-        tuple(m.weight.shape)
-        for m in model.modules()
-        if isinstance(m, nn.Conv2d) and not (m.in_channels % 8 or m.out_channels % 8)
-    }
-    assert fitting and {one.weight for one in found} == fitting
+    weights = {tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Conv2d)}
+    assert {(16, 3, 3, 3), (3, 16, 3, 3)} < weights
+    assert {one.weight for one in found} == weights
 
 
 def test_a_step_is_tuned_on_a_gpu_alone():

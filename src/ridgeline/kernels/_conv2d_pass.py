@@ -21,6 +21,7 @@ from ridgeline.kernels._nhwc import cdiv, next_power_of_2, pixel_pitch
 from ridgeline.kernels._op import Target
 
 DTYPES = (torch.float16, torch.bfloat16)
+FEW = 8  # channels or filters at most that kernels in _conv2d_narrow are for
 PHASE_GRANULE = 16  # channels of a phase that one instruction reduces, and the narrowest tile
 SUM_ELEMENTS = 2048  # of parts of a weight gradient that a program adds up at once
 WGRAD_PIXELS = 64  # of a box, which are reduced together: four instructions
@@ -72,28 +73,52 @@ class Pass:
     def check_maps(self, dtypes: tuple[torch.dtype, ...], **maps: Tensor) -> None:
         """Refuse sizes and maps that a tensor map, whose strides are multiples of 16 bytes, cannot describe."""
         conv, granule, out_granule = self.conv, _MAP_BYTES // self.dtype.itemsize, _MAP_BYTES // _OUT_BYTES
-        if self.dtype not in dtypes:
-            known, got = " or ".join(map(str, dtypes)), self.dtype
-            self.refuse(f"{' and '.join(maps)} must be {known}, got {got}", TypeError)
+        self._check_dtype(dtypes, *maps)
         if conv.c % granule or conv.k % out_granule:
             self.refuse(
                 f"channels must be multiples of {granule} and filters of {out_granule}, got {conv.c} and {conv.k}"
             )
-        if min(self.padding) < 0 or any(p >= size for p, size in zip(self.padding, conv.filter, strict=True)):
-            self.refuse(f"padding must be less than the filter {conv.filter} and not negative, got {self.padding}")
+        self._check_padding()
         if self.stride != 1:
             self._check_phases(maps.get("x"))
+        self._check_image()
+        for name, tensor in maps.items():
+            self._check_map(name, tensor, granule)
+
+    def check_narrow_maps(self, dtypes: tuple[torch.dtype, ...], **maps: Tensor | None) -> None:
+        """The same for kernels that read maps of few channels by elements, and others by 16 bytes; stride 1."""
+        self._check_dtype(dtypes, *(name for name, tensor in maps.items() if tensor is not None))
+        self._check_padding()
+        self._check_image()
+        for name, tensor in maps.items():
+            if tensor is not None:
+                self._check_map(name, tensor, 1 if tensor.shape[1] <= FEW else _MAP_BYTES // self.dtype.itemsize)
+
+    def _check_dtype(self, dtypes: tuple[torch.dtype, ...], *names: str) -> None:
+        if self.dtype not in dtypes:
+            known, got = " or ".join(map(str, dtypes)), self.dtype
+            self.refuse(f"{' and '.join(names)} must be {known}, got {got}", TypeError)
+
+    def _check_padding(self) -> None:
+        conv = self.conv
+        if min(self.padding) < 0 or any(p >= size for p, size in zip(self.padding, conv.filter, strict=True)):
+            self.refuse(f"padding must be less than the filter {conv.filter} and not negative, got {self.padding}")
+
+    def _check_image(self) -> None:
         if min(self.conv.image) < 1:
             self.refuse(f"no x has a y of shape {self.y_shape}: it would have {self.conv.image} rows and columns")
-        for name, tensor in maps.items():
-            pitch = pixel_pitch(tensor)
-            if tensor.dtype != self.dtype:
-                self.refuse(f"{name} must be {self.dtype}, got {tensor.dtype}", TypeError)
-            if pitch is None or pitch % granule or not _starts_at_16_bytes(tensor):
-                self.refuse(
-                    f"{name} must be channels_last, or a slice of it that starts at a multiple of {granule} channels, "
-                    f"got strides {tensor.stride()} for shape {tuple(tensor.shape)}"
-                )
+
+    def _check_map(self, name: str, tensor: Tensor, granule: int) -> None:
+        """Refuse another dtype or layout, or pixels that do not begin at multiples of `granule` elements."""
+        pitch = pixel_pitch(tensor)
+        if tensor.dtype != self.dtype:
+            self.refuse(f"{name} must be {self.dtype}, got {tensor.dtype}", TypeError)
+        if pitch is None or pitch % granule or (granule > 1 and not _starts_at_16_bytes(tensor)):
+            begins = f" that starts at a multiple of {granule} channels" if granule > 1 else ""
+            self.refuse(
+                f"{name} must be channels_last, or a slice of it{begins}, got strides {tensor.stride()} for shape "
+                f"{tuple(tensor.shape)}"
+            )
 
     def _check_phases(self, x: Tensor | None) -> None:
         """Refuse other strides than 2, and what the four phases of x or dx, see `large_map_of`, cannot describe."""

@@ -1,4 +1,4 @@
-"""dw = the gradient of conv2d's weight, NHWC, from dy and x: sums of products of pixel boxes. sm_90.
+"""dw = the gradient of conv2d's weight, NHWC, from dy and x: sums of products of pixels. As conv2d_fprop.
 
 dy    [N, K, HO, WO]  channels_last, or a channel slice of it; fp16, bf16
 x     [N, C, H, W]    likewise, dtype of dy
@@ -7,9 +7,9 @@ kernel_size           (R, S)
 padding               (rows, columns) of zeros on each side of x, less than R and S
 stride                1 or 2, of rows and columns
 
-C and K are multiples of 8; with stride 2 x is as in conv2d_fprop. Accumulates in fp32; the parts into which the pixels
-are split are added in a fixed order and rounded once, so that equal calls give equal bits. Raises ValueError or
-TypeError for anything else.
+C, K and with stride 2 x are as in conv2d_fprop. Accumulates in fp32; the parts into which the pixels are split are
+added in a fixed order and rounded once, so that equal calls give equal bits. Raises ValueError or TypeError for
+anything else.
 
 The GEMM is [K, N HO WO] x [N HO WO, C] for each tap.
 """
@@ -25,6 +25,8 @@ from torch import Tensor
 from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem, conv_weight_grad
 from ridgeline.kernels._conv2d_launch import weight_gradient_sums
+from ridgeline.kernels._conv2d_narrow import narrow_reduce_kernel
+from ridgeline.kernels._conv2d_narrow_call import NarrowConfig, narrow_pass, with_narrow_configs
 from ridgeline.kernels._conv2d_pass import (
     DTYPES,
     Pass,
@@ -35,7 +37,7 @@ from ridgeline.kernels._conv2d_pass import (
     wgrad_configs,
 )
 from ridgeline.kernels._conv2d_wgrad_gluon import conv2d_wgrad_gluon_kernel, wgrad_parts_kernel
-from ridgeline.kernels._nhwc import cdiv, random_nhwc
+from ridgeline.kernels._nhwc import cdiv, random_nhwc, starts_early
 from ridgeline.kernels._op import LastLaunch, Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
 
 
@@ -51,21 +53,25 @@ def cost(dy: Tensor, x: Tensor, *, kernel_size: Sequence[int], padding: Sequence
     return conv_weight_grad(_pass(dy, x, kernel_size, padding, stride).conv, x.dtype)
 
 
-def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[WgradConfig, ...]:
-    one, x = _pass(**arguments), arguments["x"]
-    return wgrad_configs(one.conv, x.element_size(), target or target_of(x))
+def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[WgradConfig | NarrowConfig, ...]:
+    one, x, target = _pass(**arguments), arguments["x"], target or target_of(arguments["x"])
+    return with_narrow_configs(wgrad_configs(one.conv, x.element_size(), target), one, target)
 
 
 def plan(
     dy: Tensor, x: Tensor, *, kernel_size: Sequence[int], padding: Sequence[int], stride: int = 1,
-    config: WgradConfig | None = None, target: Target | None = None,
+    config: WgradConfig | NarrowConfig | None = None, target: Target | None = None,
 ) -> Launch:  # fmt: skip
     """The two launches for one call. Runs nothing."""
-    one = _pass(dy, x, kernel_size, padding, stride)
+    one, target = _pass(dy, x, kernel_size, padding, stride), target or target_of(x)
+    arguments = {"dy": dy, "x": x, "kernel_size": kernel_size, "padding": padding, "stride": stride}
+    narrow = narrow_pass(one, OP, config, target, arguments)
+    if narrow is not None:
+        return narrow.gradient(narrow_reduce_kernel, wgrad_parts_kernel, dy, x)
+    assert not isinstance(config, NarrowConfig)
     one.check_maps(DTYPES, dy=dy, x=x)
-    conv, target, size = one.conv, target or target_of(x), x.element_size()
+    conv, size = one.conv, x.element_size()
     if config is None:
-        arguments = {"dy": dy, "x": x, "kernel_size": kernel_size, "padding": padding, "stride": stride}
         config = tuned_config(OP, WgradConfig, lambda c: c.is_valid(size, target), **arguments)
         config = config or next(iter(wgrad_configs(conv, size, target)), None)
     if config is None or not config.is_valid(size, target):
@@ -79,10 +85,11 @@ def plan(
         kernel=wgrad_parts_kernel,
         grid=(cdiv(dw.numel(), block),),
         arguments={"parts_ptr": sums, "dw_ptr": dw, "numel": dw.numel()},
-        constants={"PARTS": parts, "AT_ONCE": at_once, "BLOCK": block},
+        constants={"PARTS": parts, "AT_ONCE": at_once, "BLOCK": block, "PDL": starts_early(target)},
         num_warps=4,
         num_stages=1,
         output=dw,
+        pdl=starts_early(target),
         before=(multiply,),
     )
 
@@ -137,8 +144,12 @@ SAMPLES = (
     ),
     wgrad_sample("ResNet-50 56x56 128->128 by 2, batch 128", (128, 128, 56, 56), (128, 3, 3), stride=2, real_size=True),
     wgrad_sample("UNet 32x32 128->128 by 2, batch 128", (128, 128, 32, 32), (128, 3, 3), stride=2, real_size=True),
+    wgrad_sample("UNet 32x32 3->128, batch 128", (128, 3, 32, 32), (128, 3, 3), real_size=True),
+    wgrad_sample("UNet 32x32 128->3, batch 128", (128, 128, 32, 32), (3, 3, 3), real_size=True),
     wgrad_sample("stride 2, channels beside the tiles", (3, 80, 14, 10), (40, 3, 3), stride=2),
     wgrad_sample("stride 2, one phase of four is read", (2, 48, 6, 18), (24, 1, 1), stride=2),
+    wgrad_sample("three channels, odd map, filters beside the tiles", (3, 3, 7, 13), (72, 3, 3)),
+    wgrad_sample("five filters of 7x7, two tiles of columns", (2, 40, 9, 7), (5, 7, 7)),
     wgrad_sample("odd map, channels beside the tiles", (3, 72, 7, 13), (40, 3, 3)),
     wgrad_sample("filters that are not square, one image", (1, 64, 9, 5), (96, 1, 5)),
     wgrad_sample("a map smaller than a box", (2, 16, 3, 2), (8, 3, 3)),

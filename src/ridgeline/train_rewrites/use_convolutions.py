@@ -95,8 +95,9 @@ def apply(graph_module: fx.GraphModule) -> int:
     """Replace every convolution of which the tables say that it pays; returns how many.
 
     Does not fire on: other strides than 1 and 2; with stride 2 maps that it does not halve, and channels that 16 does
-    not divide; dilation, groups, channels that 8 does not divide, weights in another layout than channels_last, fp32, a
-    GPU or shapes that were not tuned, shapes where cuDNN is faster.
+    not divide; dilation, groups, weights in another layout than channels_last, fp32; channels or filters that 8 does
+    not divide, unless they are fewer, 8 divides the others, and the filter is 7 x 7 at most; a GPU or shapes that were
+    not tuned, shapes where cuDNN is faster.
     """
     paying = 0
     for site in list(_sites(graph_module)):
@@ -193,11 +194,10 @@ def _sites(graph_module: fx.GraphModule) -> Iterator[_Site]:
         node, given, x, weight, y = call.node, call.given, call.x, call.weight, call.y
         top, left = conv.padding  # pyright: ignore[reportGeneralTypeIssues]
         fits = (
-            (conv.stride == (1, 1) or (conv.stride == (2, 2) and conv2d_fprop.takes_stride_2(conv)))
+            conv2d_fprop.takes(conv)
             and conv.dilation == (1, 1)
             and conv.groups == 1
             and y.dtype in conv2d_fprop.DTYPES
-            and not (weight.shape[0] % 8 or weight.shape[1] % 8)
             and all(p < size for p, size in zip((top, left), conv.filter, strict=True))
             and is_channels_last(weight)
         )
