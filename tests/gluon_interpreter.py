@@ -4,9 +4,10 @@
     run(launch, edit=edit)      of the source of the kernel's module as `edit` changes it
 
 The module of a kernel is executed once more with stand-ins for Gluon: partitions are threads, barriers count arrivals
-and bytes as mbarrier does, copies fill boxes with zeros beside the map. Products are computed as late as
-`warpgroup_mma_wait` allows, from whatever shared memory holds by then, so that a buffer handed back too early, a wrong
-phase or a deadlock shows. Not modelled: layouts, registers, and rounding other than to the dtype of what is stored.
+and bytes as mbarrier does, copies fill boxes with zeros beside the map. Copies arrive when their barrier is waited for,
+and leave at `store_wait`; products are computed as late as `warpgroup_mma_wait` allows: each from whatever shared
+memory holds by then, so that a buffer handed back or read too early, a wrong phase or a deadlock shows. Not modelled:
+layouts, registers, and rounding other than to the dtype of what is stored.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch
 Edit = Callable[[str], str]
 
 DEADLOCK_S = 20.0  # that a thread waits at most
+_NO_NUMBER = 0x7F  # bytes of NaN in every format but bf16, where they are huge
 
 
 class Number(int):
@@ -108,6 +110,7 @@ class Barrier:
 
     def __init__(self, shared: Turns) -> None:
         self.shared, self.count, self.pending, self.bytes, self.phase = shared, 0, 0, 0, 0
+        self.copies: list[tuple[Callable[[], None], int]] = []  # on their way, and of how many bytes
 
     def init(self, count: int) -> None:
         self.count = self.pending = count
@@ -122,8 +125,22 @@ class Barrier:
                 self.pending = self.count
             self.shared.notify_all()
 
+    def bring(self, copy: Callable[[], None], nbytes: int) -> None:
+        """A copy that arrives no sooner than someone waits for it."""
+        with self.shared:
+            self.copies.append((copy, nbytes))
+            if any(barrier is self for barrier, _ in self.shared.waits):
+                self._arrive()
+
+    def _arrive(self) -> None:
+        for copy, nbytes in self.copies:
+            copy()
+            self.change(expected=-nbytes)
+        self.copies.clear()
+
     def wait(self, phase: int) -> None:
         with self.shared:
+            self._arrive()
             self.shared.waits.append((self, phase))
             self.shared.notify_all()
             over = self.shared.wait_for(lambda: self.phase != phase, DEADLOCK_S)
@@ -187,6 +204,7 @@ class Interpreter:
         self.launch = launch
         self.turns = Turns()
         self.in_flight: defaultdict[int, deque[Product]] = defaultdict(deque)  # of each thread: of each partition
+        self.leaving: defaultdict[int, deque[Callable[[], Any]]] = defaultdict(deque)  # copies, likewise
         self.program = 0
         self.failures: list[BaseException] = []
         self.module = self._module(inspect.getmodule(launch.kernel.fn), edit)
@@ -254,8 +272,8 @@ class Interpreter:
         )
         copies = SimpleNamespace(
             async_copy_global_to_shared=_copy_in,
-            async_copy_shared_to_global=_copy_out,
-            store_wait=lambda _pending: None,
+            async_copy_shared_to_global=self._copy_out,
+            store_wait=self._store_wait,
         )
         return SimpleNamespace(
             mbarrier=barrier, tma=copies, fence_async_shared=lambda: None,
@@ -267,7 +285,7 @@ class Interpreter:
             barriers = [Barrier(self.turns) for _ in builtins.range(shape[0])]
             return SimpleNamespace(index=lambda at: barriers[at])
         size = prod(shape) * dtype.torch.itemsize
-        made = torch.full((size,), 0x7F, dtype=torch.uint8)  # NaN in every format but bf16, where it is huge
+        made = torch.full((size,), _NO_NUMBER, dtype=torch.uint8)
         return Shared(lambda: made.view(dtype.torch).view(list(shape)))
 
     def _specialise(self, partitions: Sequence[tuple[Any, tuple]], _warps: Any, _registers: Any) -> None:
@@ -287,6 +305,7 @@ class Interpreter:
         if self.failures:
             raise self.failures[0]
         assert not any(self.in_flight.values()), "the kernel ends with products in flight"
+        assert not any(self.leaving.values()), "the kernel ends while copies leave"
 
     def _multiply(self, a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
         assert is_async
@@ -303,6 +322,17 @@ class Interpreter:
             mine.popleft().compute()
         done = tuple(one.value if isinstance(one, Product) and one.value is not None else one for one in deps)
         return done[0] if len(done) == 1 else done
+
+    def _copy_out(self, desc: Any, place: Sequence[int], box: Shared) -> None:
+        inside, there = _inside(desc, [int(p) for p in place])
+        self.leaving[threading.get_ident()].append(lambda: desc.memory[tuple(there)].copy_(box.data[tuple(inside)]))
+
+    def _store_wait(self, pendings: int) -> None:
+        # as in `_wait`
+        self.turns.yield_()
+        mine = self.leaving[threading.get_ident()]
+        while len(mine) > pendings:
+            mine.popleft()()
 
 
 def run(launch: Any, *, edit: Edit = str) -> None:
@@ -347,16 +377,14 @@ def _inside(desc: Any, place: Sequence[int]) -> tuple[list[slice], list[slice]]:
 
 def _copy_in(desc: Any, place: Sequence[int], barrier: Barrier, box: Shared) -> None:
     inside, there = _inside(desc, [int(p) for p in place])
-    # PyTorch fills no FP8
-    bits = (lambda t: t.view(torch.uint8)) if box.data.element_size() == 1 else (lambda t: t)
-    bits(box.data).zero_()
-    bits(box.data)[tuple(inside)] = bits(desc.memory)[tuple(there)]
-    barrier.change(expected=-desc.block_type.nbytes)
+    bits = box.data.view(torch.uint8)  # PyTorch fills no FP8
 
+    def arrive() -> None:
+        bits.zero_()
+        box.data[tuple(inside)] = desc.memory[tuple(there)]
 
-def _copy_out(desc: Any, place: Sequence[int], box: Shared) -> None:
-    inside, there = _inside(desc, [int(p) for p in place])
-    desc.memory[tuple(there)] = box.data[tuple(inside)]
+    bits.fill_(_NO_NUMBER)
+    barrier.bring(arrive, desc.block_type.nbytes)
 
 
 def _load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Any:

@@ -31,16 +31,16 @@ def _conv_act(a: Arguments) -> Work:
 
 
 def _conv2d_fprop(a: Arguments) -> Work:
-    return forward(a, Conv(a.dims(0), a.dims(1), a.numbers(4), a.numbers(3), (1,)), 0, 1)
+    return forward(a, Conv(a.dims(0), a.dims(1), a.numbers(5), a.numbers(4), (1,)), 0, 1, 3)
 
 
 def _conv2d_dgrad(a: Arguments) -> Work:
     """What a filter adds to the rows of y and padding takes away, or with stride 2 twice the rows, is what dx has."""
-    (n, _, *out), weight, padding, (stride,) = a.dims(0), a.dims(1), spread(a.numbers(2), 2), a.numbers(3)
+    (n, _, *out), weight, padding, (stride,) = a.dims(0), a.dims(1), spread(a.numbers(3), 2), a.numbers(4)
     added = [taps - 1 - 2 * p if stride == 1 else 0 for taps, p in zip(weight[2:], padding, strict=True)]
     image = [stride * size + more for size, more in zip(out, added, strict=True)]
     conv = Conv((n, weight[1], *image), weight, (stride,), padding, (1,))
-    return Work(conv.flops, a.bytes(0, 1) + prod(conv.x) * a.item(0), f"dgrad {conv}", "dgrad")
+    return Work(conv.flops, a.bytes(0, 1, 2) + prod(conv.x) * a.item(0), f"dgrad {conv}", "dgrad")
 
 
 def _conv2d_wgrad(a: Arguments) -> Work:
@@ -80,8 +80,8 @@ def _of_phases(conv: Conv) -> int:
 
 def _conv2d_fp8(a: Arguments) -> Work:
     """Of the inverse scales two are read; the result is bf16."""
-    conv = Conv(a.dims(0), a.dims(1), (1,), a.numbers(6), (1,))
-    return Work(conv.flops, a.bytes(0, 1) + prod(conv.y) * _BF16_BYTES, str(conv), "fprop")
+    conv = Conv(a.dims(0), a.dims(1), (1,), a.numbers(7), (1,))
+    return Work(conv.flops, a.bytes(0, 1, 4) + prod(conv.y) * _BF16_BYTES, str(conv), "fprop")
 
 
 def _conv2d_wgrad_fp8(a: Arguments) -> Work:
@@ -257,6 +257,7 @@ _FORMULAS: dict[str, Formula] = {
     "group_norm_silu_backward_summed": _group_norm_silu_backward,
     "group_norm_silu_fp8": _group_norm_silu_fp8,
     "group_norm_silu_backward_fp8": _group_norm_silu_backward_fp8,
+    "group_norm_silu_backward_fp8_summed": _group_norm_silu_backward_fp8,
     "quantize_fp8": _quantize_fp8,
 }
 OWN = _FORMULAS | {f"{name}_into": _into(formula) for name, formula in _FORMULAS.items()}

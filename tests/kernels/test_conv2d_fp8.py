@@ -25,6 +25,8 @@ def test_without_a_gpu_it_is_its_reference(sample, dtype):
     exact = F.conv2d(x, weight, padding=arguments["padding"]) * 2.0**-8 * weight[0].numel() ** -0.5
     if arguments["bias"] is not None:
         exact += arguments["bias"].double()[:, None, None]
+    if arguments["residual"] is not None:
+        exact += arguments["residual"].double()
     torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=1e-6)
     torch.library.opcheck(OP.overload, (), arguments, test_utils=("test_faketensor",))
 

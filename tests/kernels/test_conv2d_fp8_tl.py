@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ridgeline import tuned
 from ridgeline.kernels import conv2d_fp8
 from ridgeline.kernels._conv2d_pass import Config
+from ridgeline.kernels._nhwc import random_nhwc
 from ridgeline.kernels._op import Launch, Target, typical_target
 from ridgeline.kernels.conv2d_fp8 import GatherConfig
 from ridgeline.numerics import compare, to_float64
@@ -41,8 +42,10 @@ def right(launch: Launch, arguments: dict[str, Any]) -> None:
     assert verdict.passed, verdict.reason
 
 
-def sample(x: tuple[int, int, int, int], weight: tuple[int, int, int], *, bias: bool = True) -> conv2d_fp8.Sample:
-    return conv2d_fp8.fp8_sample("", x, weight, bias=bias)
+def sample(
+    x: tuple[int, int, int, int], weight: tuple[int, int, int], *, bias: bool = True, residual: bool = False
+) -> conv2d_fp8.Sample:
+    return conv2d_fp8.fp8_sample("", x, weight, bias=bias, residual=residual)
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -50,7 +53,8 @@ def test_random_sizes(seed: int):
     rng = random.Random(seed)
     x = (rng.choice([1, 2, 3]), 16 * rng.randint(1, 9), rng.randint(1, 9), rng.randint(1, 9))
     weight = (8 * rng.randint(1, 25), *rng.choice([(1, 1), (3, 3), (1, 5), (3, 1)]))
-    arguments = sample(x, weight, bias=seed % 3 > 0).arguments((E4M3, E5M2)[seed % 2], DEVICE)
+    made = sample(x, weight, bias=seed % 3 > 0, residual=seed % 4 in (1, 2))
+    arguments = made.arguments((E4M3, E5M2)[seed % 2], DEVICE)
     if seed % 4 == 0:
         # the least and the most that the filter takes
         arguments["padding"] = rng.choice([(0, 0), (weight[1] - 1, weight[2] - 1)])
@@ -77,12 +81,24 @@ def test_a_slice_of_channels_is_read_at_its_pitch():
     right(launch, arguments)
 
 
+def test_a_slice_of_channels_is_added_at_its_pitch():
+    arguments = sample((2, 48, 4, 5), (24, 3, 3)).arguments(E5M2, DEVICE)
+    arguments["residual"] = random_nhwc((2, 64, 4, 5), torch.bfloat16, DEVICE, seed=4)[:, 8:32]
+    launch = launch_of(arguments)
+    assert launch.constants["RESIDUAL_PITCH"] == 64
+    right(launch, arguments)
+
+
 def test_offsets_beyond_32_bits_are_wide_and_give_the_same():
     for images, wide in ((8191, False), (8192, True)):
         arguments = sample((images, 256, 32, 32), (16, 1, 1)).arguments(E4M3, "meta")
         assert launch_of(arguments).constants["WIDE"] is wide
     # y may be the larger one
     arguments = sample((8192, 16, 32, 32), (256, 1, 1)).arguments(E4M3, "meta")
+    assert launch_of(arguments).constants["WIDE"] is True
+    # or what a slice that is added lies in
+    arguments = sample((8192, 16, 32, 32), (16, 1, 1)).arguments(E4M3, "meta")
+    arguments["residual"] = random_nhwc((8192, 256, 32, 32), torch.bfloat16, "meta", seed=0)[:, :16]
     assert launch_of(arguments).constants["WIDE"] is True
     arguments = sample((1, 32, 4, 3), (40, 3, 3)).arguments(E4M3, DEVICE)
     narrow = launch_of(arguments)

@@ -15,13 +15,14 @@ from ridgeline.kernels._nhwc import split_pixel
 
 @triton.jit(do_not_specialize=["x_row", "weight_row"])
 def conv2d_fp8_tl_kernel(
-    x_ptr, weight_ptr, inverse_ptr, bias_ptr, y_ptr,  # inverse: of the scales of the operands, by row
+    x_ptr, weight_ptr, inverse_ptr, bias_ptr, residual_ptr, y_ptr,  # inverse: of the scales of the operands, by row
     x_row, weight_row,
     pixels,  # N * HO * WO
     steps,  # of the reduction: a constant would be unrolled, 18 of them to 50 KB of instructions
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, K: tl.constexpr, R: tl.constexpr, S: tl.constexpr,
     HO: tl.constexpr, WO: tl.constexpr, TOP: tl.constexpr, LEFT: tl.constexpr, X_PITCH: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    RESIDUAL_PITCH: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     # Neighbouring programs share their pixels: x comes from DRAM once, and from L2 for each further block of filters.
     CHANNEL_TILES: tl.constexpr = (K + BLOCK_N - 1) // BLOCK_N
@@ -62,4 +63,7 @@ def conv2d_fp8_tl_kernel(
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + n, mask=valid_n, other=0.0).to(tl.float32)[None, :]
     valid_y = (m < pixels)[:, None] & valid_n[None, :]
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + m[:, None] * RESIDUAL_PITCH + n[None, :], mask=valid_y, other=0.0)
+        acc += residual.to(tl.float32)
     tl.store(y_ptr + m[:, None] * K + n[None, :], acc.to(y_ptr.dtype.element_ty), mask=valid_y)

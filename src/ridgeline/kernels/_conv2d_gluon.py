@@ -16,6 +16,9 @@ which the weight [K, 16, C] holds one phase after another: see upsample_conv2d.
 
 With STRIDE = 2 the larger map, of the same axes, is x or with DGRAD its gradient, and the weight is as it comes: tap r
 of a pixel h of y is row 2 h + r - TOP of x, which lies in the phase that r - TOP is even or odd for.
+
+A residual, a map that is added to y, arrives where the tile of y is put together, while its products are summed. One
+more warp brings it and stores the tile, so that none that multiplies waits for the copies.
 """
 
 # In a kernel a constexpr stands for its value, which the type checker cannot know.
@@ -34,16 +37,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ridgeline.kernels._nhwc import wait_for_predecessor
+
 
 @gluon.jit(do_not_specialize=["x_row", "weight_row"])
 def conv2d_gluon_kernel(
-    x_desc, weight_desc, y_desc, inverse_ptr, bias_ptr,  # inverse: of the scales of FP8 operands, by row
+    x_desc, weight_desc, y_desc, residual_desc,  # of boxes as y's; None: none
+    inverse_ptr, bias_ptr,  # inverse: of the scales of FP8 operands, by row
     x_row, weight_row, images, H, W,  # H, W of y, or of the smaller map
     REDUCED: gl.constexpr, OUT: gl.constexpr,  # channels of x and of y
     R: gl.constexpr, S: gl.constexpr, TOP: gl.constexpr, LEFT: gl.constexpr,  # rows and columns of zeros around x
     DGRAD: gl.constexpr, PHASES: gl.constexpr, STRIDE: gl.constexpr,
     BOX_N: gl.constexpr, BOX_H: gl.constexpr, BOX_W: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, PIECES: gl.constexpr,  # in which a tile is stored, a power of two
+    PDL: gl.constexpr,
 ):  # fmt: skip
     a = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout)  # noqa: RUF005
     b = gl.allocate_shared_memory(weight_desc.dtype, [STAGES] + weight_desc.block_type.shape, weight_desc.layout)  # noqa: RUF005
@@ -53,21 +60,44 @@ def conv2d_gluon_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
+    if residual_desc is not None:
+        # of c: a tile of the residual is there, one of y is there
+        turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(turns.index(0), count=1)
+        mbarrier.init(turns.index(1), count=1)
     fence_async_shared()
     down = gl.cdiv(H, BOX_H)
     across = gl.cdiv(W, BOX_W)
     OUT_PHASES: gl.constexpr = PHASES if (STRIDE == 2) == DGRAD else 1
+    # the other partitions begin when this one lets them
+    wait_for_predecessor(PDL)
     tiles = gl.cdiv(images, BOX_N) * down * across * OUT_PHASES * ((OUT + BLOCK_N - 1) // BLOCK_N)
-    gl.warp_specialize(
-        [
-            (_multiply, (y_desc, inverse_ptr, bias_ptr, x_row, weight_row, a, b, c, full, empty, tiles, down, across,
-                         REDUCED, OUT, R, S, TOP, LEFT, DGRAD, STRIDE, OUT_PHASES, BLOCK_N, BLOCK_K, STAGES, PIECES)),
-            (_copy, (x_desc, weight_desc, a, b, full, empty, tiles, down, across, REDUCED, OUT, R, S, TOP, LEFT, DGRAD,
-                     PHASES, STRIDE, OUT_PHASES, BLOCK_N, BLOCK_K, STAGES)),
-        ],
-        [1],
-        [24],
-    )  # fmt: skip
+    if residual_desc is None:
+        gl.warp_specialize(
+            [
+                (_multiply, (y_desc, inverse_ptr, bias_ptr, x_row, weight_row, a, b, c, full, empty, None, None, tiles,
+                             down, across, REDUCED, OUT, R, S, TOP, LEFT, DGRAD, STRIDE, OUT_PHASES, BLOCK_N, BLOCK_K,
+                             STAGES, PIECES)),
+                (_copy, (x_desc, weight_desc, a, b, full, empty, tiles, down, across, REDUCED, OUT, R, S, TOP, LEFT,
+                         DGRAD, PHASES, STRIDE, OUT_PHASES, BLOCK_N, BLOCK_K, STAGES)),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (y_desc, inverse_ptr, bias_ptr, x_row, weight_row, a, b, c, full, empty, turns.index(0),
+                             turns.index(1), tiles, down, across, REDUCED, OUT, R, S, TOP, LEFT, DGRAD, STRIDE,
+                             OUT_PHASES, BLOCK_N, BLOCK_K, STAGES, PIECES)),
+                (_copy, (x_desc, weight_desc, a, b, full, empty, tiles, down, across, REDUCED, OUT, R, S, TOP, LEFT,
+                         DGRAD, PHASES, STRIDE, OUT_PHASES, BLOCK_N, BLOCK_K, STAGES)),
+                (_exchange, (residual_desc, y_desc, c, turns.index(0), turns.index(1), tiles, down, across, OUT,
+                             BLOCK_N)),
+            ],
+            [1, 1],
+            [24, 24],
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -153,8 +183,26 @@ def _copy(
 
 
 @gluon.jit
+def _exchange(
+    residual_desc, y_desc, c, added, made, tiles, down, across, OUT: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Bring every tile of the residual into c, and take that of y from there."""
+    box: gl.constexpr = y_desc.block_type.shape
+    turn = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        n, h, w, _, first = _place(tile, down, across, OUT, 1, 1, box[0], box[1], box[2], BLOCK_N)
+        mbarrier.expect(added, residual_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(residual_desc, [n, h, w, first], added, c)
+        mbarrier.wait(made, turn)
+        tma.async_copy_shared_to_global(y_desc, [n, h, w, first], c)
+        # the next tile of the residual overwrites what this copy reads
+        tma.store_wait(0)
+        turn ^= 1
+
+
+@gluon.jit
 def _multiply(
-    y_desc, inverse_ptr, bias_ptr, x_row, weight_row, a, b, c, full, empty, tiles, down, across,
+    y_desc, inverse_ptr, bias_ptr, x_row, weight_row, a, b, c, full, empty, added, made, tiles, down, across,
     REDUCED: gl.constexpr, OUT: gl.constexpr, R: gl.constexpr, S: gl.constexpr, TOP: gl.constexpr, LEFT: gl.constexpr,
     DGRAD: gl.constexpr, STRIDE: gl.constexpr, OUT_PHASES: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PIECES: gl.constexpr,
@@ -167,6 +215,7 @@ def _multiply(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BLOCK_N, 256 // a.dtype.primitive_bitwidth]
     )
     step = 0
+    turn = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         n, h, w, phase, first = _place(tile, down, across, OUT, STRIDE, OUT_PHASES, box[0], box[1], box[-2], BLOCK_N)
         steps = R * S * BLOCKS
@@ -197,7 +246,17 @@ def _multiply(
             acc += bias[None, :]
         if OUT_PHASES > 1:
             first += phase % 2 * OUT
-        _store(y_desc, c, acc.to(c.dtype), n, h, phase // 2, w, first, OUT_PHASES, BLOCK_M, BLOCK_N, PIECES)
+        if added is not None:
+            tile_of_y = c.reshape([BLOCK_M, BLOCK_N])
+            mbarrier.wait(added, turn)
+            acc += tile_of_y.load(layout).to(gl.float32)
+            tile_of_y.store(acc.to(c.dtype))
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(made, count=1)
+            turn ^= 1
+        else:
+            _store(y_desc, c, acc.to(c.dtype), n, h, phase // 2, w, first, OUT_PHASES, BLOCK_M, BLOCK_N, PIECES)
     tma.store_wait(0)
 
 

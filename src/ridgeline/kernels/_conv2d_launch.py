@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ridgeline.cost import Cost
 from ridgeline.kernels._conv2d_pass import (
     WGRAD_PIXELS,
     Config,
@@ -22,13 +23,38 @@ from ridgeline.kernels._conv2d_pass import (
     tile_configs,
     weight_map,
 )
-from ridgeline.kernels._nhwc import cdiv
+from ridgeline.kernels._nhwc import cdiv, pixel_pitch, starts_early
 from ridgeline.kernels._op import Launch, Target
+
+_GRANULE = 8  # channels of 16 bits in 16 bytes, of which strides of a tensor map are multiples
+
+
+def check_residual(one: Pass, residual: Tensor | None, out: Tensor) -> None:
+    """Refuse a residual that is no map like `out`, or that a tensor map cannot describe, and any with stride 2."""
+    if residual is None:
+        return
+    if one.stride != 1:
+        one.refuse(f"a residual is added with stride 1 alone, got {one.stride}")
+    if residual.dtype != out.dtype:
+        one.refuse(f"residual must be {out.dtype}, got {residual.dtype}", TypeError)
+    if residual.shape != out.shape:
+        one.refuse(f"residual must have the shape {tuple(out.shape)} of the result, got {tuple(residual.shape)}")
+    pitch = pixel_pitch(residual)
+    if pitch is None or pitch % _GRANULE or residual.storage_offset() % _GRANULE:
+        one.refuse(
+            f"residual must be channels_last, or a slice of it that starts at a multiple of {_GRANULE} channels, "
+            f"got strides {residual.stride()} for shape {tuple(residual.shape)}"
+        )
+
+
+def residual_cost(residual: Tensor | None) -> Cost:
+    return Cost() if residual is None else Cost(read_bytes=residual.nbytes)
 
 
 @dataclass(frozen=True)
 class Product:
-    """The tensors of one call, checked: out = conv2d(operand, weight) * inverse[row] * inverse[row of weight] + bias.
+    """The tensors of one call, checked: out = conv2d(operand, weight) * inverse[row] * inverse[row of weight] + bias
+    + residual.
 
     With `dgrad` the operand is dy and out is dx: the weight's filters are reduced, and its taps run backward.
     With `phases` the convolution is of x upsampled, and the weight is that of its phases, see `upsample_conv2d`.
@@ -36,6 +62,7 @@ class Product:
 
     inverse   [tensors]           fp32; None: 1
     bias      [channels of out]   None: none
+    residual  [as out]            channels_last, or a channel slice of it; None: none
     """
 
     one: Pass
@@ -45,6 +72,7 @@ class Product:
     inverse: Tensor | None = None
     rows: tuple[int, int] | tuple[None, None] = (None, None)  # of inverse, for operand and weight
     bias: Tensor | None = None
+    residual: Tensor | None = None
     dgrad: bool = False
     phases: bool = False
 
@@ -65,6 +93,7 @@ class Product:
         config = config or next(iter(known(reduced, channels, self._size, target)), None)
         if config is None or not self.is_valid(config, target):
             self.one.refuse(f"{config} is not valid for {self.one.conv} on {target.arch}")
+        config = config if self.residual is None else self._whole(config, target)
         box, pieces = box_of(n, h, w, config.pixels), config.pieces(self._size, self._step, target)
         tiles = box_count(n, h, w, box) * cdiv(channels, config.channels)
         tiles *= 4 if self._writes_phases else 1
@@ -85,6 +114,7 @@ class Product:
                 "x_desc": read(self.operand, box, self._step),
                 "weight_desc": weight_map(self.weight, weight_box),
                 "y_desc": written(self.out, box, config.channels // pieces),
+                "residual_desc": None if self.residual is None else map_of(self.residual, box, config.channels),
                 "inverse_ptr": self.inverse,
                 "bias_ptr": self.bias,
                 "x_row": self.rows[0],
@@ -97,12 +127,22 @@ class Product:
                 "REDUCED": reduced, "OUT": channels, "R": r, "S": s, "TOP": top, "LEFT": left, "DGRAD": self.dgrad,
                 "PHASES": 4 if self._reads_phases or self._writes_phases else 1, "STRIDE": self.one.stride,
                 "BOX_N": box[0], "BOX_H": box[1], "BOX_W": box[2], "BLOCK_N": config.channels,
-                "BLOCK_K": self._step, "STAGES": config.stages, "PIECES": pieces,
+                "BLOCK_K": self._step, "STAGES": config.stages, "PIECES": pieces, "PDL": starts_early(target),
             },
             num_warps=config.num_warps,
             num_stages=1,
             output=self.out,
+            pdl=starts_early(target),
         )  # fmt: skip
+
+    def _whole(self, config: Config, target: Target) -> Config:
+        """The same with as few stages less as leave room for a whole tile, which the residual fills beforehand.
+
+        In pieces each would be waited for: a piece of the residual can be read when the piece before is stored.
+        """
+        while config.pieces(self._size, self._step, target) > 1:
+            config = replace(config, stages=config.stages - 1)
+        return config
 
     @property
     def _reads_phases(self) -> bool:
@@ -153,8 +193,10 @@ def weight_gradient_sums(
             "C": conv.c, "K": conv.k, "R": r, "S": s, "TOP": one.padding[0], "LEFT": one.padding[1], "PARTS": parts,
             "PHASES": 4 if phases else 1, "STRIDE": one.stride, "BOX_N": box[0], "BOX_H": box[1], "BOX_W": box[2],
             "BLOCK_K": config.k, "BLOCK_C": config.c, "TAPS": config.taps, "STAGES": config.stages,
+            "PDL": starts_early(target),
         },
         num_warps=config.num_warps,
         num_stages=1,
         output=sums,
+        pdl=starts_early(target),
     )  # fmt: skip

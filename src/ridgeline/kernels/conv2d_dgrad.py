@@ -1,13 +1,14 @@
-"""dx = the gradient of conv2d's input, NHWC, from dy and weight: the forward kernel, taps backward. sm_90.
+"""dx = the gradient of conv2d's input, NHWC, from dy and weight: the forward kernels, taps backward. As conv2d_fprop.
 
 dy      [N, K, HO, WO]  channels_last, or a channel slice of it; fp16, bf16
 weight  [K, C, R, S]    channels_last; dtype of dy
+residual                [N, C, H, W], as dy: what is added to dx, with stride 1 alone; None: nothing
 dx      [N, C, H, W]    channels_last, dtype of dy; H = HO + R - 1 - 2 * rows of padding, with stride 2 H = 2 HO
 padding                 (rows, columns) of zeros on each side of x, less than R and S
 stride                  1 or 2, of rows and columns
 
-C and K are multiples of 8, with stride 2 C of 16. Accumulates in fp32 and rounds once. Raises ValueError or TypeError
-for anything else.
+C and K are multiples of 8, with stride 2 C of 16, or one of them is small, see conv2d_fprop. Accumulates in fp32 and
+rounds once. Raises ValueError or TypeError for anything else.
 
 The GEMM is [N H W, R S K] x [R S K, C]. wgmma reads 16-bit operands with either dimension adjacent, so the weight needs
 no transposed copy. With stride 2 every second row and column of dx is a GEMM of its own with the taps that meet it: of
@@ -25,7 +26,9 @@ from torch import Tensor
 from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem, conv_input_grad
 from ridgeline.kernels._conv2d_gluon import conv2d_gluon_kernel
-from ridgeline.kernels._conv2d_launch import Product
+from ridgeline.kernels._conv2d_launch import Product, check_residual, residual_cost
+from ridgeline.kernels._conv2d_narrow import narrow_contract_kernel, narrow_expand_kernel
+from ridgeline.kernels._conv2d_narrow_call import NarrowConfig, narrow_pass, with_narrow_configs
 from ridgeline.kernels._conv2d_pass import (
     DTYPES,
     Config,
@@ -39,44 +42,58 @@ from ridgeline.kernels._nhwc import empty_nhwc, random_nhwc
 from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
 
 
-def reference(dy: Tensor, weight: Tensor, *, padding: Sequence[int], stride: int = 1) -> Tensor:
+def reference(
+    dy: Tensor, weight: Tensor, residual: Tensor | None = None, *, padding: Sequence[int], stride: int = 1
+) -> Tensor:
     x = empty_nhwc(_pass(dy, weight, padding, stride).x_shape, dy)
     dx, _ = torch_gradients(dy, x, weight, padding, of_x=True, of_weight=False, stride=stride)
     assert dx is not None
-    return dx
+    return dx if residual is None else dx + residual
 
 
-def cost(dy: Tensor, weight: Tensor, *, padding: Sequence[int], stride: int = 1) -> Cost:
-    return conv_input_grad(_pass(dy, weight, padding, stride).conv, dy.dtype)
+def cost(
+    dy: Tensor, weight: Tensor, residual: Tensor | None = None, *, padding: Sequence[int], stride: int = 1
+) -> Cost:
+    return conv_input_grad(_pass(dy, weight, padding, stride).conv, dy.dtype) + residual_cost(residual)
 
 
-def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
-    dy, weight = arguments["dy"], arguments["weight"]
+def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config | NarrowConfig, ...]:
+    dy, weight, target = arguments["dy"], arguments["weight"], target or target_of(arguments["dy"])
     known = configs_of_phases if arguments.get("stride", 1) == 2 else tile_configs
-    return known(weight.shape[0], weight.shape[1], dy.element_size(), target or target_of(dy))
+    others = known(weight.shape[0], weight.shape[1], dy.element_size(), target)
+    return with_narrow_configs(others, _pass(dy, weight, arguments["padding"], arguments.get("stride", 1)), target)
 
 
 def plan(
-    dy: Tensor, weight: Tensor, *, padding: Sequence[int], stride: int = 1,
-    config: Config | None = None, target: Target | None = None,
+    dy: Tensor, weight: Tensor, residual: Tensor | None = None, *, padding: Sequence[int], stride: int = 1,
+    config: Config | NarrowConfig | None = None, target: Target | None = None,
 ) -> Launch:  # fmt: skip
     """The launch for one call. Runs nothing."""
-    one = _pass(dy, weight, padding, stride)
+    one, target = _pass(dy, weight, padding, stride), target or target_of(dy)
+    # the best one with a residual is that without
+    arguments = {"dy": dy, "weight": weight, "padding": padding, "stride": stride}
+    narrow = narrow_pass(one, OP, config, target, arguments)
+    if narrow is not None:
+        return narrow.product((narrow_expand_kernel, narrow_contract_kernel), dy, weight, residual=residual)
+    assert not isinstance(config, NarrowConfig)
     one.check_maps(DTYPES, dy=dy)
     one.check_weight(weight, dy.dtype)
-    product, target = Product(one, dy, weight, empty_nhwc(one.x_shape, dy), dgrad=True), target or target_of(dy)
+    dx = empty_nhwc(one.x_shape, dy)
+    check_residual(one, residual, dx)
+    product = Product(one, dy, weight, dx, residual=residual, dgrad=True)
     if config is None:
-        arguments = {"dy": dy, "weight": weight, "padding": padding, "stride": stride}
         config = tuned_config(OP, Config, lambda c: product.is_valid(c, target), **arguments)
     return product.launch(conv2d_gluon_kernel, config, target)
 
 
-def rival(dy: Tensor, weight: Tensor, *, padding: Sequence[int], stride: int = 1) -> Callable[[], Tensor]:
-    return lambda: reference(dy, weight, padding=padding, stride=stride)
+def rival(dy: Tensor, weight: Tensor, *others: Tensor | None, **choices: Any) -> Callable[[], Tensor]:
+    return lambda: reference(dy, weight, *others, **choices)
 
 
-def conv2d_dgrad(dy: Tensor, weight: Tensor, *, padding: Sequence[int], stride: int = 1) -> Tensor:
-    return execute("conv2d_dgrad", plan(dy, weight, padding=padding, stride=stride), dy)
+def conv2d_dgrad(
+    dy: Tensor, weight: Tensor, residual: Tensor | None = None, *, padding: Sequence[int], stride: int = 1
+) -> Tensor:
+    return execute("conv2d_dgrad", plan(dy, weight, residual, padding=padding, stride=stride), dy)
 
 
 def _pass(dy: Tensor, weight: Tensor, padding: Sequence[int], stride: int = 1) -> Pass:
@@ -90,7 +107,13 @@ def _pass(dy: Tensor, weight: Tensor, padding: Sequence[int], stride: int = 1) -
 
 
 def dgrad_sample(
-    why: str, dy: tuple[int, int, int, int], weight: tuple[int, int, int], *, stride: int = 1, real_size: bool = False
+    why: str,
+    dy: tuple[int, int, int, int],
+    weight: tuple[int, int, int],
+    *,
+    stride: int = 1,
+    residual: bool = False,
+    real_size: bool = False,
 ) -> Sample:
     """`weight` is (C, R, S); padded to keep the size, or with stride 2 to halve it."""
     c, r, s = weight
@@ -100,6 +123,7 @@ def dgrad_sample(
         return {
             "dy": random_nhwc(dy, dtype, device, seed=0),
             "weight": random_nhwc((dy[1], c, r, s), dtype, device, seed=1) * scale,
+            "residual": random_nhwc((dy[0], c, *dy[2:]), dtype, device, seed=3) if residual else None,
             "padding": (r // 2, s // 2),
             "stride": stride,
         }
@@ -117,8 +141,13 @@ SAMPLES = (
     ),
     dgrad_sample("ResNet-50 56x56 128->128 by 2, batch 128", (128, 128, 28, 28), (128, 3, 3), stride=2, real_size=True),
     dgrad_sample("UNet 32x32 128->128 by 2, batch 128", (128, 128, 16, 16), (128, 3, 3), stride=2, real_size=True),
+    dgrad_sample("UNet 32x32 128->3, batch 128", (128, 3, 32, 32), (128, 3, 3), real_size=True),
+    dgrad_sample("UNet 32x32 3->128, batch 128", (128, 128, 32, 32), (3, 3, 3), real_size=True),
     dgrad_sample("stride 2, channels beside the tiles", (3, 40, 7, 5), (80, 3, 3), stride=2),
     dgrad_sample("stride 2, one phase of four has a tap", (2, 24, 3, 9), (48, 1, 1), stride=2),
+    dgrad_sample("a residual, odd map, channels beside the tiles", (3, 72, 7, 13), (40, 3, 3), residual=True),
+    dgrad_sample("three filters and a residual, odd map", (3, 3, 7, 13), (72, 3, 3), residual=True),
+    dgrad_sample("one channel, a wide map", (1, 40, 9, 70), (1, 3, 5)),
     dgrad_sample("odd map, channels beside the tiles", (3, 72, 7, 13), (40, 3, 3)),
     dgrad_sample("filters that are not square, one image", (1, 64, 9, 5), (96, 1, 5)),
     dgrad_sample("a map smaller than a box", (2, 16, 3, 2), (8, 3, 3)),

@@ -1,9 +1,10 @@
-"""y = conv2d(x, weight) · inverse[x_row] · inverse[weight_row] + bias of FP8 operands, NHWC, stride 1.
+"""y = conv2d(x, weight) · inverse[x_row] · inverse[weight_row] + bias + residual of FP8 operands, NHWC, stride 1.
 
 x       [N, C, H, W]    FP8 e4m3 (activations) or e5m2 (gradients); channels_last, or a channel slice of it
 weight  [K, C, R, S]    FP8 e4m3; channels_last
 inverse [tensors]       fp32 on the device of x: what FP8 values of each tensor are multiplied by, see DelayedScaling
 bias    [K]             fp32 or bf16; None: none
+residual                [N, K, HO, WO] bf16; channels_last, or a channel slice of it; None: none
 y       [N, K, HO, WO]  bf16, channels_last
 padding                 (rows, columns) of zeros on each side of x, less than R and S
 
@@ -30,7 +31,7 @@ from ridgeline.cost.conv import conv_forward
 from ridgeline.kernels._conv import INT32_ELEMENTS
 from ridgeline.kernels._conv2d_fp8_tl import conv2d_fp8_tl_kernel
 from ridgeline.kernels._conv2d_gluon import conv2d_gluon_kernel
-from ridgeline.kernels._conv2d_launch import Product
+from ridgeline.kernels._conv2d_launch import Product, check_residual, residual_cost
 from ridgeline.kernels._conv2d_pass import Config, Pass, forward_pass, tile_configs
 from ridgeline.kernels._nhwc import cdiv, next_power_of_2, pixel_pitch, random_nhwc
 from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
@@ -81,6 +82,7 @@ def reference(
     weight: Tensor,
     inverse: Tensor,
     bias: Tensor | None = None,
+    residual: Tensor | None = None,
     *,
     x_row: int,
     weight_row: int,
@@ -89,11 +91,22 @@ def reference(
     wide = x.dtype if x.dtype == torch.float64 else torch.float32
     y = F.conv2d(x.to(wide), weight.to(wide), padding=tuple(padding)) * (inverse[x_row] * inverse[weight_row]).to(wide)
     y = y if bias is None else y + bias.to(wide)[:, None, None]
+    y = y if residual is None else y + residual.to(wide)
     return y if wide == torch.float64 else y.to(torch.bfloat16)
 
 
-def cost(x: Tensor, weight: Tensor, *_others: Tensor | None, padding: Sequence[int], **_rows: int) -> Cost:
-    return conv_forward(_pass(x, weight, padding).conv, x.dtype, out_dtype=torch.bfloat16)
+def cost(
+    x: Tensor,
+    weight: Tensor,
+    inverse: Tensor,  # noqa: ARG001
+    bias: Tensor | None = None,  # noqa: ARG001
+    residual: Tensor | None = None,
+    *,
+    padding: Sequence[int],
+    **_rows: int,
+) -> Cost:
+    conv = _pass(x, weight, padding).conv
+    return conv_forward(conv, x.dtype, out_dtype=torch.bfloat16) + residual_cost(residual)
 
 
 def eps(weight: Tensor, **_others: Any) -> float:
@@ -110,7 +123,7 @@ def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Confi
 
 
 def plan(
-    x: Tensor, weight: Tensor, inverse: Tensor, bias: Tensor | None = None, *,
+    x: Tensor, weight: Tensor, inverse: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *,
     x_row: int, weight_row: int, padding: Sequence[int],
     config: Config | GatherConfig | None = None, target: Target | None = None,
 ) -> Launch:  # fmt: skip
@@ -125,7 +138,9 @@ def plan(
     if not (0 <= x_row < len(inverse) and 0 <= weight_row < len(inverse)):
         one.refuse(f"x_row and weight_row must be among the {len(inverse)} of inverse, got {x_row} and {weight_row}")
     y = torch.empty(one.y_shape, dtype=torch.bfloat16, device=x.device, memory_format=torch.channels_last)
-    product, target = Product(one, x, weight, y, inverse, (x_row, weight_row), bias), target or target_of(x)
+    check_residual(one, residual, y)
+    product, target = Product(one, x, weight, y, inverse, (x_row, weight_row), bias, residual), target or target_of(x)
+    # the best config with a residual is that without
     call = {"x": x, "weight": weight, "inverse": inverse, "bias": bias, "padding": padding}
     call |= {"x_row": x_row, "weight_row": weight_row}
     if target.arch in _GATHERING:
@@ -145,12 +160,13 @@ def conv2d_fp8(
     weight: Tensor,
     inverse: Tensor,
     bias: Tensor | None = None,
+    residual: Tensor | None = None,
     *,
     x_row: int,
     weight_row: int,
     padding: Sequence[int],
 ) -> Tensor:
-    launch = plan(x, weight, inverse, bias, x_row=x_row, weight_row=weight_row, padding=padding)
+    launch = plan(x, weight, inverse, bias, residual, x_row=x_row, weight_row=weight_row, padding=padding)
     return execute("conv2d_fp8", launch, x)
 
 
@@ -170,10 +186,11 @@ def _gather_configs(one: Pass, target: Target) -> tuple[GatherConfig, ...]:
 
 def _gathering(product: Product, config: GatherConfig) -> Launch:
     """The launch for mma.sync, of the same tensors as `Product.launch`."""
-    one, x, weight, y = product.one, product.operand, product.weight, product.out
+    one, x, weight, residual, y = product.one, product.operand, product.weight, product.residual, product.out
     conv, pitch = one.conv, pixel_pitch(product.operand) or product.operand.shape[1]
     (h, w), (r, s) = one.x_shape[2:], conv.filter
-    extents = (conv.n * h * w * pitch, weight.numel(), y.numel())
+    residual_pitch = 0 if residual is None else pixel_pitch(residual) or conv.k
+    extents = (conv.n * h * w * pitch, weight.numel(), conv.n * conv.oh * conv.ow * max(conv.k, residual_pitch))
     return Launch(
         kernel=conv2d_fp8_tl_kernel,
         grid=(config.tiles(one),),
@@ -182,6 +199,7 @@ def _gathering(product: Product, config: GatherConfig) -> Launch:
             "weight_ptr": weight,
             "inverse_ptr": product.inverse,
             "bias_ptr": product.bias,
+            "residual_ptr": residual,
             "y_ptr": y,
             "x_row": product.rows[0],
             "weight_row": product.rows[1],
@@ -190,7 +208,8 @@ def _gathering(product: Product, config: GatherConfig) -> Launch:
         },
         constants={
             "C": conv.c, "H": h, "W": w, "K": conv.k, "R": r, "S": s, "HO": conv.oh, "WO": conv.ow,
-            "TOP": one.padding[0], "LEFT": one.padding[1], "X_PITCH": pitch, "WIDE": max(extents) >= INT32_ELEMENTS,
+            "TOP": one.padding[0], "LEFT": one.padding[1], "X_PITCH": pitch, "RESIDUAL_PITCH": residual_pitch,
+            "WIDE": max(extents) >= INT32_ELEMENTS,
             "BLOCK_M": config.pixels, "BLOCK_N": config.channels, "BLOCK_K": config.step,
         },
         num_warps=config.num_warps,
@@ -200,7 +219,13 @@ def _gathering(product: Product, config: GatherConfig) -> Launch:
 
 
 def fp8_sample(
-    why: str, x: tuple[int, int, int, int], weight: tuple[int, int, int], *, bias: bool = True, real_size: bool = False
+    why: str,
+    x: tuple[int, int, int, int],
+    weight: tuple[int, int, int],
+    *,
+    bias: bool = True,
+    residual: bool = False,
+    real_size: bool = False,
 ) -> Sample:
     """`weight` is (K, R, S); padded to keep the size. `dtype` is that of x: e4m3, or e5m2 as gradients have it."""
     k, r, s = weight
@@ -212,6 +237,7 @@ def fp8_sample(
         made["weight"] = (random_nhwc((k, x[1], r, s), torch.float32, device, seed=1) * 16).to(torch.float8_e4m3fn)
         made["inverse"] = torch.tensor([1.0, 2.0**-4, 2.0**-4 * reduced**-0.5], device=device)
         made["bias"] = random_nhwc((1, k, 1, 1), torch.float32, device, seed=2).flatten() if bias else None
+        made["residual"] = random_nhwc((x[0], k, *x[2:]), torch.bfloat16, device, seed=3) if residual else None
         return {**made, "x_row": 2, "weight_row": 1, "padding": (r // 2, s // 2)}
 
     return Sample(why, arguments, real_size)
@@ -223,6 +249,7 @@ SAMPLES = (
     fp8_sample("UNet 16x16 512->256, batch 128", (128, 512, 16, 16), (256, 3, 3), real_size=True),
     fp8_sample("UNet 8x8 512->256, batch 128", (128, 512, 8, 8), (256, 3, 3), real_size=True),
     fp8_sample("UNet 32x32 384->128 1x1, batch 128", (128, 384, 32, 32), (128, 1, 1), real_size=True),
+    fp8_sample("a residual, odd map, channels beside the tiles", (3, 80, 7, 13), (72, 3, 3), residual=True),
     fp8_sample("odd map, channels beside the tiles", (3, 80, 7, 13), (72, 3, 3)),
     fp8_sample("filters that are not square, one image, no bias", (1, 64, 9, 5), (96, 1, 5), bias=False),
     fp8_sample("a map smaller than a box", (2, 16, 3, 2), (16, 3, 3)),

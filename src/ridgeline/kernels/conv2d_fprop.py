@@ -1,15 +1,17 @@
-"""y = conv2d(x, weight) + bias, NHWC, for training. sm_90.
+"""y = conv2d(x, weight) + bias + residual, NHWC, for training. sm_90; few channels or filters on others too.
 
 x       [N, C, H, W]    channels_last, or a channel slice of it; fp16, bf16
 weight  [K, C, R, S]    channels_last; dtype of x
 bias    [K]             fp32 or the dtype of x; None: none
+residual                [N, K, HO, WO], as x; with stride 1 alone; None: none
 y       [N, K, HO, WO]  channels_last, dtype of x
 padding                 (rows, columns) of zeros on each side of x, less than R and S
 stride                  1 or 2, of rows and columns
 
-C and K are multiples of 8. With stride 2 x is read as four maps, see _conv2d_gluon: it has twice the rows and columns
-of y then, is dense, and C is a multiple of 16. Accumulates in fp32 and rounds once. Raises ValueError or TypeError for
-anything else.
+C and K are multiples of 8. With stride 1 and a filter of 7 x 7 or less one of them may be any number up to 8, as in the
+first and the last layer of a network: see _conv2d_narrow. With stride 2 x is read as four maps, see _conv2d_gluon: it
+has twice the rows and columns of y then, is dense, and C is a multiple of 16. Accumulates in fp32 and rounds once.
+Raises ValueError or TypeError for anything else.
 
 Gradients come from conv2d_dgrad and conv2d_wgrad where `tune` found them no slower than PyTorch's kernels, else from
 those: see `choice`. The GEMM is [N HO WO, R S C] x [R S C, K]; _conv2d_gluon says how it runs.
@@ -26,10 +28,18 @@ from torch import Tensor
 
 from ridgeline import tuned
 from ridgeline.cost import Cost
-from ridgeline.cost.conv import conv_forward
+from ridgeline.cost.conv import ConvProblem, conv_forward
 from ridgeline.kernels import conv2d_dgrad, conv2d_wgrad
 from ridgeline.kernels._conv2d_gluon import conv2d_gluon_kernel
-from ridgeline.kernels._conv2d_launch import Product
+from ridgeline.kernels._conv2d_launch import Product, check_residual, residual_cost
+from ridgeline.kernels._conv2d_narrow import narrow_contract_kernel, narrow_expand_kernel
+from ridgeline.kernels._conv2d_narrow_call import (
+    GRANULE,
+    NarrowConfig,
+    narrow_pass,
+    takes_narrow,
+    with_narrow_configs,
+)
 from ridgeline.kernels._conv2d_pass import (
     DTYPES,
     Config,
@@ -57,47 +67,61 @@ from ridgeline.kernels._op import (
 
 
 def reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, padding: Sequence[int], stride: int = 1
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    padding: Sequence[int],
+    stride: int = 1,
 ) -> Tensor:
-    return F.conv2d(x, weight, None if bias is None else bias.to(x.dtype), stride, tuple(padding))
+    y = F.conv2d(x, weight, None if bias is None else bias.to(x.dtype), stride, tuple(padding))
+    return y if residual is None else y + residual
 
 
 def cost(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,  # noqa: ARG001
+    residual: Tensor | None = None,
     *,
     padding: Sequence[int],
     stride: int = 1,
 ) -> Cost:
-    return conv_forward(_pass(x, weight, padding, stride).conv, x.dtype)
+    return conv_forward(_pass(x, weight, padding, stride).conv, x.dtype) + residual_cost(residual)
 
 
-def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
-    x, weight = arguments["x"], arguments["weight"]
-    return tile_configs(weight.shape[1], weight.shape[0], x.element_size(), target or target_of(x))
+def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config | NarrowConfig, ...]:
+    x, weight, target = arguments["x"], arguments["weight"], target or target_of(arguments["x"])
+    others = tile_configs(weight.shape[1], weight.shape[0], x.element_size(), target)
+    return with_narrow_configs(others, _pass(x, weight, arguments["padding"], arguments.get("stride", 1)), target)
 
 
 def plan(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, padding: Sequence[int], stride: int = 1,
-    config: Config | None = None, target: Target | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, *,
+    padding: Sequence[int], stride: int = 1, config: Config | NarrowConfig | None = None, target: Target | None = None,
 ) -> Launch:  # fmt: skip
     """The launch for one call. Runs nothing."""
-    one = _pass(x, weight, padding, stride)
+    one, target = _pass(x, weight, padding, stride), target or target_of(x)
+    # the best one with a residual is that without
+    arguments = {"x": x, "weight": weight, "bias": bias, "padding": padding, "stride": stride}
+    narrow = narrow_pass(one, OP, config, target, arguments)
+    if narrow is not None:
+        return narrow.product((narrow_expand_kernel, narrow_contract_kernel), x, weight, bias, residual)
+    assert not isinstance(config, NarrowConfig)
     one.check_maps(DTYPES, x=x)
     one.check_weight(weight, x.dtype)
     one.check_bias(bias, x.dtype)
-    product, target = Product(one, x, weight, empty_nhwc(one.y_shape, x), bias=bias), target or target_of(x)
+    y = empty_nhwc(one.y_shape, x)
+    check_residual(one, residual, y)
+    product = Product(one, x, weight, y, bias=bias, residual=residual)
     if config is None:
-        arguments = {"x": x, "weight": weight, "bias": bias, "padding": padding, "stride": stride}
         config = tuned_config(OP, Config, lambda c: product.is_valid(c, target), **arguments)
     return product.launch(conv2d_gluon_kernel, config, target)
 
 
-def rival(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, padding: Sequence[int], stride: int = 1
-) -> Callable[[], Tensor]:
-    return lambda: reference(x, weight, bias, padding=padding, stride=stride)
+def rival(x: Tensor, weight: Tensor, *others: Tensor | None, **choices: Any) -> Callable[[], Tensor]:
+    return lambda: reference(x, weight, *others, **choices)
 
 
 def choice(x: Tensor, weight: Tensor, padding: Sequence[int], stride: int = 1) -> dict[str, tuple[tuned.Row, bool]]:
@@ -115,6 +139,12 @@ def choice(x: Tensor, weight: Tensor, padding: Sequence[int], stride: int = 1) -
         if row is not None:
             found[name] = row, row.seconds <= rival_seconds(row)
     return found
+
+
+def takes(conv: ConvProblem) -> bool:
+    """Whether a convolution of one group, not dilated, has kernels for all its passes."""
+    whole = not (conv.c % GRANULE or conv.k % GRANULE)
+    return takes_narrow(conv) or (whole and (conv.stride == (1, 1) or (conv.stride == (2, 2) and takes_stride_2(conv))))
 
 
 def passes_of(
@@ -136,13 +166,19 @@ def rival_seconds(row: tuned.Row) -> float:
 
 
 def conv2d_fprop(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, padding: Sequence[int], stride: int = 1
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    padding: Sequence[int],
+    stride: int = 1,
 ) -> Tensor:
-    return execute("conv2d_fprop", plan(x, weight, bias, padding=padding, stride=stride), x)
+    return execute("conv2d_fprop", plan(x, weight, bias, residual, padding=padding, stride=stride), x)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:  # noqa: ARG001
-    x, weight, bias = inputs
+    x, weight, bias, _ = inputs
     ctx.save_for_backward(x, weight)
     ctx.padding, ctx.stride = list(keyword_only_inputs["padding"]), keyword_only_inputs["stride"]
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -173,14 +209,15 @@ def gradients(
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    needs_x, needs_weight = ctx.needs_input_grad[:2]
-    needs_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]
+    # the dispatcher leaves out what was left at its default behind the last that was not
+    needs_x, needs_weight, needs_bias, needs_residual = (*ctx.needs_input_grad, False, False)[:4]
+    needs_bias = ctx.bias_dtype is not None and needs_bias
     # a gradient may come in any layout: that of a sum is one number expanded
     dy = dy.contiguous(memory_format=torch.channels_last)
     dx, dw = gradients(dy, x, weight, ctx.padding, of_x=needs_x, of_weight=needs_weight, stride=ctx.stride)
     at_least_fp32 = torch.promote_types(dy.dtype, torch.float32)
     db = dy.sum((0, 2, 3), dtype=at_least_fp32).to(ctx.bias_dtype) if needs_bias else None
-    return dx, dw, db
+    return dx, dw, db, dy if needs_residual else None
 
 
 def _pass(x: Tensor, weight: Tensor, padding: Sequence[int], stride: int = 1) -> Pass:
@@ -194,6 +231,7 @@ def fprop_sample(
     *,
     stride: int = 1,
     bias: bool = True,
+    residual: bool = False,
     real_size: bool = False,
 ) -> Sample:
     """`weight` is (K, R, S); padded to keep the size, or with stride 2 to halve it."""
@@ -205,6 +243,7 @@ def fprop_sample(
             "x": random_nhwc(x, dtype, device, seed=0),
             "weight": random_nhwc((k, x[1], r, s), dtype, device, seed=1) * scale,
             "bias": random_nhwc((1, k, 1, 1), torch.float32, device, seed=2).flatten() if bias else None,
+            "residual": random_nhwc((x[0], k, *x[2:]), dtype, device, seed=3) if residual else None,
             "padding": (r // 2, s // 2),
             "stride": stride,
         }
@@ -222,8 +261,13 @@ SAMPLES = (
     ),
     fprop_sample("ResNet-50 56x56 128->128 by 2, batch 128", (128, 128, 56, 56), (128, 3, 3), stride=2, real_size=True),
     fprop_sample("UNet 32x32 128->128 by 2, batch 128", (128, 128, 32, 32), (128, 3, 3), stride=2, real_size=True),
+    fprop_sample("UNet 32x32 3->128, batch 128", (128, 3, 32, 32), (128, 3, 3), real_size=True),
+    fprop_sample("UNet 32x32 128->3, batch 128", (128, 128, 32, 32), (3, 3, 3), real_size=True),
     fprop_sample("stride 2, channels beside the tiles", (3, 80, 14, 10), (40, 3, 3), stride=2),
     fprop_sample("stride 2, one phase of four is read", (2, 48, 6, 18), (24, 1, 1), stride=2, bias=False),
+    fprop_sample("a residual, odd map, channels beside the tiles", (3, 40, 7, 13), (72, 3, 3), residual=True),
+    fprop_sample("three channels, odd map, filters beside the tiles", (3, 3, 7, 13), (72, 3, 3)),
+    fprop_sample("three filters and a residual, a wide map", (1, 40, 9, 70), (3, 5, 3), residual=True),
     fprop_sample("odd map, channels beside the tiles", (3, 40, 7, 13), (72, 3, 3)),
     fprop_sample("filters that are not square, one image, no bias", (1, 64, 9, 5), (96, 1, 5), bias=False),
     fprop_sample("a map smaller than a box", (2, 8, 3, 2), (16, 3, 3)),
