@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import aot_eager
 from torch._functorch.aot_autograd import make_boxed_func
+from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch.optim import AdamW
 
 from graphs import by_reference
@@ -28,11 +29,11 @@ from ridgeline.kernels import (
     quantize_weights_fp8,
     scale_fp8,
 )
-from ridgeline.kernels._op import INTERPRETED
+from ridgeline.kernels._op import INTERPRETED, Op
 from ridgeline.step_program import Parts, StepProgram
 from ridgeline.step_recipe import NAMED, StepRecipe
 from ridgeline.train_backend import TrainBackend
-from ridgeline.train_rewrites import fuse_quantize
+from ridgeline.train_rewrites import fuse_bias_gradient, fuse_quantize, fuse_residual_add
 from ridgeline.train_step import TrainStep
 
 CLASSES = 4
@@ -40,16 +41,25 @@ RECIPE = NAMED["fp8"]
 _ON_CPU = {
     quantize_fp8.OP: quantize_fp8.on_cpu,
     group_norm_silu_backward.OP: group_norm_silu_backward._on_cpu,
+    group_norm_silu_backward.SUMMED_OP: group_norm_silu_backward._summed_on_cpu,
     group_norm_silu_fp8.OP: group_norm_silu_fp8.on_cpu,
     group_norm_silu_backward_fp8.OP: group_norm_silu_backward_fp8.on_cpu,
+    group_norm_silu_backward_fp8.SUMMED_OP: group_norm_silu_backward_fp8.summed_on_cpu,
 }
 _ASKING = (fp8_scaling, quantize_weights_fp8, scale_fp8)  # whether the interpreter is on
+
+
+def _definition(op: Op) -> CustomOpDef:
+    """The operator's own, where `call` is that of another form."""
+    return OPDEFS[f"ridgeline::{op.name}"]
+
+
 # under the interpreter these have no CPU kernels of their own: they stay off outside `fp8_by_reference`
 _OFF = ExitStack()
 if INTERPRETED:
     for op, on_cpu in _ON_CPU.items():
-        op.call.register_kernel("cpu")(on_cpu)
-        _OFF.enter_context(op.call.set_kernel_enabled("cpu", enabled=False))
+        _definition(op).register_kernel("cpu")(on_cpu)
+        _OFF.enter_context(_definition(op).set_kernel_enabled("cpu", enabled=False))
 
 
 @contextmanager
@@ -58,7 +68,7 @@ def fp8_by_reference() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(by_reference())
         for op in _ON_CPU if INTERPRETED else ():
-            stack.enter_context(op.call.set_kernel_enabled("cpu", enabled=True))
+            stack.enter_context(_definition(op).set_kernel_enabled("cpu", enabled=True))
         for module in _ASKING:
             stack.enter_context(patch.object(module, "INTERPRETED", False))
         yield
@@ -134,6 +144,8 @@ class Aot:
     def __call__(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         def keep(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
             fuse_quantize.apply(graph)
+            fuse_bias_gradient.apply(graph)
+            fuse_residual_add.apply(graph)
             self.see(graph)
             self.graphs.append(graph)
             return make_boxed_func(graph.forward)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from without_interpreter import output_of
 
 PROGRAM = """
+from collections import Counter
 from dataclasses import replace
 import torch
 from fp8_steps import Aot, capture, fp8_by_reference
+from ridgeline.kernels import conv2d_wgrad_fp8, group_norm_silu_backward_fp8
 from ridgeline.launches import kernel_calls, planned
 from ridgeline.models.ddpm_unet import UNet
 from ridgeline.step_program import Parts, StepProgram
@@ -25,22 +27,31 @@ with fp8_by_reference():
     step = TrainStep(program, images, capture=capture)
     loss = step(images).item()
 report = step.report
-print(report.replays, 0.5 < loss < 2, *(report.rewrites[name] for name in ("use_fp8", "fuse_attention")))
+names = "use_fp8", "fuse_attention", "fuse_residual_add"
+print(report.replays, 0.5 < loss < 2, *(report.rewrites[name] for name in names))
 print(report.fp8[0].partition(";")[0])
 print(*(line.partition(":")[0] for line in report.fp8[1:]))
 for graph in compiler.graphs:
     operators = [node for node in graph.graph.nodes if str(node.target).startswith("ridgeline.")]
     assert list(kernel_calls(graph)) == operators
     print(sum(len(planned(node, "meta")) > 0 for node in operators) == len(operators) > 100)
+_, backward = compiler.graphs
+summing = list(backward.graph.find_nodes(op="call_function", target=group_norm_silu_backward_fp8.SUMMED))
+wgrads = backward.graph.find_nodes(op="call_function", target=conv2d_wgrad_fp8.OP.overload)
+print(len(summing), *sorted(Counter(node.kwargs.get("bias", True) for node in wgrads).items()))
 """
 
 
 def test_every_operator_of_the_whole_step_has_its_kernels():
-    """All passes of all layers but the first and the last, where no chooser says what pays."""
+    """All passes of all layers but the first and the last, where no chooser says what pays.
+
+    Every norm whose gradient is in FP8 sums that of a bias.
+    """
     assert output_of(PROGRAM) == [
-        "1 True 74 13",
+        "1 True 74 13 26",
         "FP8 runs fprop of 74, dgrad of 74, wgrad of 74 of 50 convolutions and 26 linear layers",
         "conv_in.weight conv_out.weight",
         "True",
         "True",
+        "32 (False, 32) (True, 42)",
     ]

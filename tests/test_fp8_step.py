@@ -16,6 +16,7 @@ from fp8_steps import IN_FP8, RECIPE, Training, batches, fp8_by_reference, loss,
 from ridgeline.errors import NotEngaged, UsageError, VerificationFailed
 from ridgeline.fp8_scaling import ScalingRule
 from ridgeline.fp8_step import Fp8Step, paying_passes
+from ridgeline.kernels import conv2d_wgrad_fp8, group_norm_silu_backward_fp8
 from ridgeline.kernels.conv2d_fp8 import for_dgrad
 from ridgeline.step_recipe import NAMED, StepRecipe
 from ridgeline.train_rewrites.fp8_passes import PASSES, chosen_passes
@@ -172,6 +173,15 @@ def test_bf16_copies_are_what_is_quantised_and_get_the_gradients():
     losses = each.run(batches(1))
     assert losses == pytest.approx(training(captured=False).run(batches(1)), rel=0.02)
     assert not any(torch.equal(weight, old) for weight, old in zip(weights, before, strict=True))
+
+
+def test_a_bias_before_a_norm_gets_the_norms_sum(trained: Training):
+    """That of conv1; conv2 has none, and the gradient of last's result is quantised by a pass of its own."""
+    _, backward = trained.compiler.graphs
+    (norm,) = backward.graph.find_nodes(op="call_function", target=group_norm_silu_backward_fp8.SUMMED)
+    wgrads = backward.graph.find_nodes(op="call_function", target=conv2d_wgrad_fp8.OP.overload)
+    by_norm = {node.args[0].args[0] is norm: node.kwargs.get("bias", True) for node in wgrads}
+    assert sorted(node.kwargs.get("bias", True) for node in wgrads) == [False, False, True] and not by_norm[True]
 
 
 def test_a_step_is_verified_by_the_rounding_of_fp8(trained: Training, monkeypatch: pytest.MonkeyPatch):

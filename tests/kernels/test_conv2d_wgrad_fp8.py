@@ -136,7 +136,7 @@ def test_no_part_is_empty_and_each_multiprocessor_has_one():
         arguments = sample.arguments(E4M3, "meta")
         for config in conv2d_wgrad_fp8.candidates(target=SM_90, **arguments):
             launch = conv2d_wgrad_fp8.plan(config=config, target=SM_90, **arguments).parts[0]
-            parts, one = launch.constants["PARTS"], conv2d_wgrad_fp8._problem(**arguments)
+            parts, one = launch.constants["PARTS"], conv2d_wgrad_fp8.problem(**arguments)
             each = -(-one.groups // parts)  # pyright: ignore[reportOperatorIssue]
             assert (parts - 1) * each < one.groups  # pyright: ignore[reportOperatorIssue]
             assert launch.grid[0] <= SM_90.sm_count

@@ -116,7 +116,7 @@ def test_every_candidate_is_a_tile_and_no_part_is_empty(arch):
         arguments = sample.arguments(E4M3, "meta")
         configs = conv2d_wgrad_fp8.candidates(target=target, **arguments)
         assert 2 <= len(configs) <= 8 and all(type(config) is TileConfig for config in configs)
-        groups = conv2d_wgrad_fp8._problem(**arguments).groups
+        groups = conv2d_wgrad_fp8.problem(**arguments).groups
         for config in configs:
             launch = conv2d_wgrad_fp8.plan(config=config, target=target, **arguments).parts[0]
             parts = launch.constants["PARTS"]

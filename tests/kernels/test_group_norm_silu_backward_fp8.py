@@ -15,12 +15,13 @@ from torch import Tensor
 
 from ridgeline.kernels import group_norm_silu_backward, group_norm_silu_backward_fp8
 from ridgeline.kernels._group_norm_silu_backward_fp8 import FORMAT, _assembly, _constraints
+from ridgeline.kernels._group_norm_silu_backward_fp8_call import BackwardFp8Call
 from ridgeline.kernels._group_norm_silu_call import UNET_MAPS, BackwardCall, Config
 from ridgeline.kernels._nhwc import next_power_of_2
 from ridgeline.kernels._op import typical_target
 from ridgeline.kernels._quads import from_quads, quads_shape, to_quads, why_not
 from ridgeline.kernels._quantize_fp8 import FORMATS
-from ridgeline.kernels.group_norm_silu_backward_fp8 import OP, BackwardFp8Call, fits, fp8_gradient_sample, plan
+from ridgeline.kernels.group_norm_silu_backward_fp8 import OP, fits, fp8_gradient_sample, plan
 from ridgeline.kernels.quantize_fp8 import quantized
 from ridgeline.numerics import compare, to_float64
 from ridgeline.sass import compile_many

@@ -1,4 +1,4 @@
-"""The kernels of conv2d_wgrad_fp8: products of words of four rows, whose sums are added in a fixed order. sm_90.
+"""The kernel of conv2d_wgrad_fp8 on sm_90: products of words of four rows, whose sums another kernel adds.
 
 Both operands are quads (see _quads): wgmma wants what is reduced adjacent in FP8, and a row of quads is 128 bytes of
 pixels, whose neighbours to the left and right are 16 bytes away. As in _conv2d_gluon one warp copies while others
@@ -15,8 +15,6 @@ The tensor cores' own sums keep some 14 bits. If PROMOTED they are added in fp32
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -28,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ridgeline.kernels._conv2d_wgrad_gluon import _share, _units
+from ridgeline.kernels._nhwc import wait_for_predecessor
 
 
 @gluon.jit
@@ -37,6 +36,7 @@ def conv2d_wgrad_fp8_kernel(
     C: gl.constexpr, K: gl.constexpr, R: gl.constexpr, S: gl.constexpr, QUARTER: gl.constexpr, PARTS: gl.constexpr,
     BOX_N: gl.constexpr, BOX_W: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr,
     X_STAGES: gl.constexpr, DY_STAGES: gl.constexpr, SPAN: gl.constexpr, PROMOTED: gl.constexpr, HELD: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     # a box of dy is what one group of warps multiplies
     GROUPS: gl.constexpr = BLOCK_K // dy_desc.block_type.shape[2]
@@ -56,6 +56,8 @@ def conv2d_wgrad_fp8_kernel(
     fence_async_shared()
     boxes = gl.cdiv(images, BOX_N) * across
     rings = (a, b, dy_full, dy_empty, x_full, x_empty)
+    # the other partitions begin when this one lets them
+    wait_for_predecessor(PDL)
     if GROUPS == 1:
         gl.warp_specialize(
             [
@@ -244,38 +246,3 @@ def _operand_layout(rows, inner):
     # 16 bytes are not swizzled
     columns = [[0, 1 << bit] for bit in range(7)]
     return gl.SharedLinearLayout(columns[:4] + [[1 << bit, 0] for bit in range(rows.bit_length() - 1)] + columns[4:])
-
-
-@triton.jit(do_not_specialize=["dy_row", "x_row"])
-def wgrad_fp8_sums_kernel(
-    parts_ptr, dy_ptr, inverse_ptr, dw_ptr, db_ptr, dy_row, x_row, images,
-    NUMEL: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
-    QUARTER: tl.constexpr, W: tl.constexpr, WORDS: tl.constexpr,  # QUARTER: pixels
-):  # fmt: skip
-    """dw = the sum of parts [PARTS, NUMEL] fp32 and db = that of dy's pixels, both scaled, in an order that is fixed.
-
-    The first K programs, which take longest, have a channel of dy each: words of four e5m2 numbers. The others have
-    BLOCK elements of dw each.
-    """
-    k = tl.program_id(0)
-    dy_inverse = tl.load(inverse_ptr + dy_row)
-    if k < K:
-        pixels = tl.zeros((WORDS,), tl.float32)
-        for first in range(0, images * QUARTER, WORDS):
-            word = first + tl.arange(0, WORDS)
-            row = (word // W).to(tl.int64)  # of all images
-            bits = tl.load(dy_ptr + (row * K + k) * W + word % W, mask=word < images * QUARTER, other=0)
-            for i in tl.static_range(4):
-                # e5m2 is the upper byte of fp16
-                half = ((bits >> (8 * i)) << 8).to(tl.int16)
-                pixels += half.to(tl.float16, bitcast=True).to(tl.float32)
-        tl.store(db_ptr + k, tl.sum(pixels, axis=0) * dy_inverse)
-    else:
-        at = (k - K) * BLOCK + tl.arange(0, BLOCK)
-        part = tl.arange(0, AT_ONCE)[:, None]
-        total = tl.zeros((AT_ONCE, BLOCK), tl.float32)
-        for first in tl.static_range(0, PARTS, AT_ONCE):
-            place = parts_ptr + (first + part).to(tl.int64) * NUMEL + at[None, :]
-            total += tl.load(place, mask=(at < NUMEL)[None, :] & (first + part < PARTS), other=0.0)
-        scale = dy_inverse * tl.load(inverse_ptr + x_row)
-        tl.store(dw_ptr + at, (tl.sum(total, axis=0) * scale).to(dw_ptr.dtype.element_ty), mask=at < NUMEL)

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ridgeline.kernels._group_norm_silu import after, tile_at
 from ridgeline.kernels._group_norm_silu_backward import slab_gradient
+from ridgeline.kernels._nhwc import wait_for_predecessor
 from ridgeline.kernels._op import INTERPRETED
 from ridgeline.kernels._quads import store_quads
 from ridgeline.kernels._quantize_fp8 import FORMATS, observe, record, to_fp8, to_words
@@ -31,19 +32,22 @@ def backward_fp8_kernel(
     HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr, PIECES: tl.constexpr,
-    W: tl.constexpr, ACCESS: tl.constexpr,
+    ROWS: tl.constexpr, W: tl.constexpr, ACCESS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """backward_kernel, its dx written as FP8 codes, with `words_ptr` also as quads, and with `dx_ptr` as it is.
 
-    Every quarter of the pieces is a quarter of the map, without padding; a thread has ACCESS elements of a piece.
+    Every quarter of the pieces is a quarter of the map, without padding; a thread has ACCESS elements of a piece. With
+    3 ROWS of sums the third is that of dx, before it is rounded.
     """
+    wait_for_predecessor(PDL)
     fp8_scale = tl.load(fp8_scale_ptr + row)
     n, slab, x, g, done_pc, centre_c, a_c, b_c, d_c = slab_gradient(
         dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, sums_ptr,
-        HW, C, CG, K, SCALE_ROW, SHIFT_ROW, EPS, ACT, DROPPED, BLOCK_P, BLOCK_C, KP, PIECES, 2,
+        HW, C, CG, K, SCALE_ROW, SHIFT_ROW, EPS, ACT, DROPPED, BLOCK_P, BLOCK_C, KP, PIECES, ROWS,
     )  # fmt: skip
     peak_pc = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
     events_pc = tl.zeros((BLOCK_P, BLOCK_C), tl.int32)
+    third_pc = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
     dx = ()
     z = ()
     for step in tl.static_range(PIECES):
@@ -56,6 +60,8 @@ def backward_fp8_kernel(
         if K * CG < BLOCK_C:
             # padding would be observed
             dx_pc = tl.where(inside_pc, dx_pc, 0.0)
+        if ROWS == 3:
+            third_pc += dx_pc
         done_pc = dx_pc.to(x[0].dtype)
         if dx_ptr is not None:
             tl.store(dx_ptr + at_pc, done_pc, mask=inside_pc)
@@ -76,6 +82,10 @@ def backward_fp8_kernel(
                 store_quads(
                     words_ptr, words_pc, n, step // 4 * BLOCK_P, slab * (K * CG) + c, c < K * CG, C, HW // 4, W, False
                 )
+    if ROWS == 3:
+        c = tl.arange(0, BLOCK_C)
+        to = sums_ptr + n.to(tl.int64) * (ROWS * C) + 2 * C + slab * (K * CG)
+        tl.store(to + c, tl.sum(third_pc, 0), mask=c < K * CG)
     elements = tl.where(tl.program_id(0) == 0, tl.num_programs(0).to(tl.int64) * (HW * K * CG), 0)
     record(amax_ptr + row, counts_ptr + row * 3, peak_pc, events_pc, elements)
 

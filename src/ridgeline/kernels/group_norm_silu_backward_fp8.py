@@ -10,6 +10,9 @@ returns   dx     [N, C, H, W]  channels_last, dtype of x, with `keep`; else empt
           quads  [N, H / 4, C, W / 4, 4, 4]  the same values for the weight gradient (see _quads); empty without `quads`
           dgamma, dbeta, dscale, dshift   the bits that group_norm_silu_backward gives with the same tiles
 
+`group_norm_silu_backward_fp8_summed` returns (dx, dx8, quads, the sum of dx over images and pixels [C] fp32, then the
+others): the gradient of the bias of the convolution before, from values that are not rounded yet.
+
 amax and counts are changed in place, but the operator is registered as one that changes nothing, as quantize_fp8 is:
 nothing in a graph may read them. Equal calls give equal bits. Raises ValueError or TypeError as
 group_norm_silu_backward and quantize_fp8 do, and where a program's registers do not hold a slab of x and one of dy:
@@ -17,17 +20,19 @@ there is no second pass. `fits` says so beforehand.
 
 For 128 channels at 32x32, batch 128, bf16, 67 MB are read and 33.6 written, half of it quads, as much as the backward
 in bf16 writes; `keep` writes 33.6 more. It issues 41 instructions an element, 52 with dropout, where that backward has
-34 and 45, and a multiprocessor could issue some 44 while it copies. Two programs share a multiprocessor.
+34 and 45, and a multiprocessor could issue some 44 while it copies. Two programs share a multiprocessor. Summing dx
+takes 2.8 instructions an element more, and no register: 1 to add, 1.8 to add up threads and warps at the end.
 
 Not in `kernels.ALL`, whose ops return one tensor; `tuning.tune` takes it nevertheless, and times what makes dx.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import wraps
+from dataclasses import replace
+from functools import partial, wraps
+from inspect import signature
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,70 +41,26 @@ from ridgeline.cost import Cost
 from ridgeline.kernels import group_norm_silu_backward
 from ridgeline.kernels._conv import FLOATS
 from ridgeline.kernels._group_norm_silu_backward_fp8 import FORMAT, backward_fp8_kernel
+from ridgeline.kernels._group_norm_silu_backward_fp8_call import BackwardFp8Call
 from ridgeline.kernels._group_norm_silu_call import (
     UNET_MAPS,
-    BackwardCall,
     BoundedLaunch,
     Config,
     default_config,
     gradient_sample,
     proposals,
 )
+from ridgeline.kernels._nhwc import starts_early
 from ridgeline.kernels._op import Launch, Launcher, Op, Sample, Target, register, target_of, tuned_config
-from ridgeline.kernels._quads import quads_shape, to_quads, why_not
-from ridgeline.kernels._quantize_fp8_call import check, check_rows, empty_y, nothing_seen
+from ridgeline.kernels._quads import quads_shape, to_quads
+from ridgeline.kernels._quantize_fp8_call import check, empty_y, nothing_seen
 from ridgeline.kernels.quantize_fp8 import quantized
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+SummedResults = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
-_CHANNELS = 16  # a multiple of them is what FP8 convolutions take
+_QUANTIZING = frozenset({"fp8_scale", "amax", "counts", "row", "quads", "keep"})  # arguments that the backward has not
 _QUANTIZING_FLOPS = 4  # of an element: the product, the largest, the least and their comparison
-_MOST_PIECES = 32  # of a slab: the kernel's code has each of them
-_WORKING = 64  # registers a thread beside the elements that it holds; two programs of 64 KB then fit a multiprocessor
-_FEWEST = 128  # that a thread is bound to: small slabs have so few programs that more of them need not fit
-_OBSERVED = 8  # elements at most that a thread observes together
-
-
-@dataclass(frozen=True, kw_only=True)
-class BackwardFp8Call(BackwardCall):
-    """One call, checked but for its tiles."""
-
-    name: ClassVar[str] = "group_norm_silu_backward_fp8"
-
-    fp8_scale: Tensor
-    amax: Tensor
-    counts: Tensor
-    row: int
-    quads: bool = False
-    keep: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_rows(self.x, self.amax, self.counts, self.fp8_scale, self.row)
-        c, h, w = self.x.shape[1:]
-        if c % _CHANNELS:
-            self.refuse(f"x must have a multiple of {_CHANNELS} channels, got {c}")
-        if h * w % 4:
-            self.refuse(f"a map of x must have a multiple of 4 pixels, got {h} x {w}")
-        if self.quads and (reason := why_not(h, w)) is not None:
-            self.refuse(reason)
-
-    def takes(self, config: Config, target: Target) -> bool:
-        """Whether a program of `config` holds its slab in few enough pieces, for quads of whole rows."""
-        if not (config.is_valid(self, target) and config.whole(self)):
-            return False
-        pieces = self.pieces(config)
-        whole = not self.quads or pieces["BLOCK_P"] % self.x.shape[3] == 0
-        return whole and pieces["PIECES"] <= _MOST_PIECES
-
-    def pieces(self, config: Config) -> dict[str, int]:
-        """The tiling of `config`, in pieces that end where a quarter of the map does."""
-        constants = config.constants(self)
-        quarter = self.pixels // 4
-        block_p = min(constants["BLOCK_P"], quarter & -quarter)
-        elements = block_p * constants["BLOCK_C"] // (32 * config.num_warps)
-        access = min(_OBSERVED, max(1, elements))
-        return {**constants, "BLOCK_P": block_p, "PIECES": self.pixels // block_p, "ACCESS": access}
 
 
 def gradients(
@@ -125,12 +86,9 @@ def gradients(
     p: float = 0.0,
 ) -> tuple[Results, tuple[Tensor, Tensor]]:
     """All results in plain PyTorch, and the (amax, counts) of dx, unrecorded; of float64 dx8 is what is rounded."""
-    wide = torch.promote_types(x.dtype, torch.float32)
+    operands: dict[str, Any] = {"scale": scale, "shift": shift, "seed": seed, "offset": offset}
     choices: dict[str, Any] = {"groups": groups, "eps": eps, "act": act, "p": p}
-    extra = None if residual is None else residual.to(wide)
-    dx, *others = group_norm_silu_backward.gradients(
-        dy.to(wide), x.to(wide), gamma, beta, scale, shift, seed, offset, extra, **choices
-    )
+    dx, *others = _in_fp32(dy, x, residual, gamma=gamma, beta=beta, **operands, **choices)
     dx = dx.contiguous(memory_format=torch.channels_last)
     dx8, *seen = quantized(dx, fp8_scale[row], fp8_format=FORMAT)
     # empty ones in the dtype of x, each a tensor of its own: an operator's results must not share memory
@@ -139,6 +97,13 @@ def gradients(
     kept = dx.to(x.dtype) if keep else x.new_empty(0)
     copy = to_quads(dx8, beside=False) if quads else dx8.new_empty(0)
     return (kept, dx8, copy, *found), tuple(seen)  # pyright: ignore[reportReturnType]
+
+
+def _in_fp32(dy: Tensor, x: Tensor, residual: Tensor | None, **others: Any) -> group_norm_silu_backward.Gradients:
+    """The backward's gradients, its maps widened to fp32 before."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    extra = None if residual is None else residual.to(wide)
+    return group_norm_silu_backward.gradients(dy.to(wide), x.to(wide), residual=extra, **others)
 
 
 @wraps(gradients)  # tuned configs are filed under the names of its parameters
@@ -174,8 +139,13 @@ def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Confi
     return tuple(config for config in proposals(call, target) if call.takes(config, target))
 
 
-def plan(*, config: Config | None = None, target: Target | None = None, **arguments: Any) -> Launch:
-    """The launch that makes dx8 and, as its arguments, dx, words of quads and the sums [N, 1, 2, C]. Runs nothing."""
+def plan(
+    *, sum_dx: bool = False, config: Config | None = None, target: Target | None = None, **arguments: Any
+) -> Launch:
+    """The launch that makes dx8 and, as its arguments, dx, words of quads and the sums [N, 1, rows, C]. Runs nothing.
+
+    Rows are 2, and with `sum_dx` 3.
+    """
     call = BackwardFp8Call(**arguments)
     target = target or target_of(call.x)
     check(call.x, FORMAT, target)
@@ -187,7 +157,7 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
     if not call.takes(config, target):
         shape = tuple(call.x.shape)
         call.refuse(f"no program holds {config.groups} of {call.groups} groups of x and dy, {shape}: {config}")
-    n, c, h, w = call.x.shape
+    (n, c, h, w), rows = call.x.shape, 3 if sum_dx else 2
     dx8 = empty_y(call.x, FORMAT)
     words = call.x.new_empty(quads_shape(n, c, h, w, beside=False)[:5], dtype=torch.int32) if call.quads else None
     return BoundedLaunch(
@@ -198,7 +168,7 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
             "x_ptr": call.x,
             **call.parameters(),
             "residual_ptr": call.residual,
-            "sums_ptr": call.x.new_empty((n, 1, 2, c), dtype=torch.float32),
+            "sums_ptr": call.x.new_empty((n, 1, rows, c), dtype=torch.float32),
             "dx_ptr": torch.empty_like(call.x, memory_format=torch.channels_last) if call.keep else None,
             "codes_ptr": dx8,
             "words_ptr": words,
@@ -207,12 +177,12 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
             "counts_ptr": call.counts.data,
             "row": call.row,
         },
-        constants={**call.pieces(config), **call.constants(), "W": w},
+        constants={**call.pieces(config), **call.constants(), "ROWS": rows, "W": w, "PDL": starts_early(target)},
         num_warps=config.num_warps,
         num_stages=1,
         output=dx8,
-        # left alone, the compiler takes 168 and more, and one program fits a multiprocessor
-        max_registers=min(max(config.registers(call) + _WORKING, _FEWEST), 65_536 // (32 * config.num_warps), 255),
+        pdl=starts_early(target),
+        max_registers=call.most_registers(config),
     )
 
 
@@ -264,16 +234,51 @@ def group_norm_silu_backward_fp8(
         fp8_scale=fp8_scale, amax=amax, counts=counts, row=row, quads=quads, keep=keep,
     )  # fmt: skip
     launch = plan(**vars(call))
-    found = group_norm_silu_backward.run(call, launch)
+    return *_maps(call, launch), *group_norm_silu_backward.run(call, launch)
+
+
+def group_norm_silu_backward_fp8_summed(
+    dy: Tensor,
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    fp8_scale: Tensor,
+    amax: Tensor,
+    counts: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    seed: Tensor | None = None,
+    offset: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    groups: int,
+    row: int,
+    quads: bool = False,
+    keep: bool = False,
+    eps: float = 1e-5,
+    act: str = "silu",
+    p: float = 0.0,
+) -> SummedResults:
+    call = BackwardFp8Call(
+        x, gamma, beta, scale, shift, seed, offset, groups, eps, act, p, dy, residual,
+        fp8_scale=fp8_scale, amax=amax, counts=counts, row=row, quads=quads, keep=keep,
+    )  # fmt: skip
+    launch, dx_sum = plan(sum_dx=True, **vars(call)), _empty_sum(x)
+    found = group_norm_silu_backward.run(call, launch, dx_sum)
+    return *_maps(call, launch), dx_sum, *found
+
+
+def _maps(call: BackwardFp8Call, launch: Launch) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dx8 and quads of a launch that was planned for this call."""
     dx8, dx, words = launch.output, launch.arguments["dx_ptr"], launch.arguments["words_ptr"]
-    return (
-        dx if isinstance(dx, Tensor) else x.new_empty(0),
-        dx8,
-        words.view(dx8.dtype).view(quads_shape(*x.shape, beside=False))
-        if isinstance(words, Tensor)
-        else dx8.new_empty(0),
-        *found,
-    )
+    quads = dx8.new_empty(0)
+    if isinstance(words, Tensor):
+        quads = words.view(dx8.dtype).view(quads_shape(*call.x.shape, beside=False))
+    return dx if isinstance(dx, Tensor) else call.x.new_empty(0), dx8, quads
+
+
+def _empty_sum(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[1], dtype=torch.float32)
 
 
 def _fake(
@@ -300,6 +305,11 @@ def _fake(
     )
 
 
+def _fake_summed(dy: Tensor, x: Tensor, *operands: Any, **choices: Any) -> SummedResults:
+    dx, dx8, quads, *others = _fake(dy, x, *operands, **choices)
+    return dx, dx8, quads, _empty_sum(x), *others  # pyright: ignore[reportReturnType]
+
+
 def on_cpu(
     dy: Tensor, x: Tensor, gamma: Tensor, beta: Tensor, fp8_scale: Tensor, amax: Tensor, counts: Tensor,
     *others: Tensor | None, row: int, **choices: Any,
@@ -313,6 +323,14 @@ def on_cpu(
     amax.data[row] = torch.maximum(amax.data[row], seen[0][0])
     counts.data[row] += seen[1][0]
     return results
+
+
+def summed_on_cpu(*args: Any, **kwargs: Any) -> SummedResults:
+    dx, dx8, quads, *found = on_cpu(*args, **kwargs)
+    given = signature(gradients).bind(*args, **kwargs)
+    given.apply_defaults()
+    unrounded, *_ = _in_fp32(**{name: value for name, value in given.arguments.items() if name not in _QUANTIZING})
+    return dx, dx8, quads, unrounded.sum((0, 2, 3)), *found  # pyright: ignore[reportReturnType]
 
 
 def fp8_gradient_sample(
@@ -359,3 +377,11 @@ OP = Op(
     error_factor=2.0,
     into=None,
 )
+
+SUMMED_OP = replace(
+    OP,
+    name="group_norm_silu_backward_fp8_summed",
+    call=register(group_norm_silu_backward_fp8_summed, fake=_fake_summed, on_cpu=summed_on_cpu, cost=cost),
+    launcher=Launcher(partial(plan, sum_dx=True), candidates),
+)
+SUMMED = SUMMED_OP.overload

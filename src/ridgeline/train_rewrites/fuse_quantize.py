@@ -49,7 +49,8 @@ def apply(graph_module: fx.GraphModule) -> int:
 
 def quantised_by(graph_module: fx.GraphModule) -> Counter[str]:
     """How many maps of a graph are quantised by passes of their own, and by norms."""
-    names = {_QUANTIZE: _OWN, _NORM_FP8: "norms", _NORM_BACKWARD_FP8: "gradients of norms"}
+    of_backward = dict.fromkeys((_NORM_BACKWARD_FP8, group_norm_silu_backward_fp8.SUMMED), "gradients of norms")
+    names = {_QUANTIZE: _OWN, _NORM_FP8: "norms", **of_backward}
     calls = (node.target for node in graph_module.graph.nodes if node.op == "call_function")
     return Counter(names[target] for target in calls if target in names)
 

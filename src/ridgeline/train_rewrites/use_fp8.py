@@ -204,7 +204,7 @@ class _Convolution(torch.autograd.Function):
             dx = conv2d_fp8.OP(dy8, turned, state.inverse, **places, padding=back)
         if wgrad:
             places = {"dy_row": dy_row, "x_row": x_row}
-            dw, db = conv2d_wgrad_fp8.OP(dy_quads, quads, state.inverse, kernel_size=[r, s], **places)
+            dw, db = conv2d_wgrad_fp8.OP(dy_quads, quads, state.inverse, kernel_size=[r, s], bias=needs_bias, **places)
         if (needs_x and not dgrad) or (needs_weight and not wgrad):
             # a pass reads only the shape of what it makes the gradient of
             x = _unread(dy, ctx.x_shape) if x is None else x
