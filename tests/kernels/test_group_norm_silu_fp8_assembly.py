@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from triton.backends.nvidia.compiler import get_ptxas
 
+from ridgeline.kernels._group_norm_silu import widening
 from ridgeline.kernels._group_norm_silu_fp8 import _QUANTIZING, _WEAVING
+from ridgeline.kernels._nhwc import next_power_of_2
 from ridgeline.kernels._op import Launch, typical_target
 from ridgeline.kernels.group_norm_silu_fp8 import OP, plan
 from ridgeline.kernels.quantize_fp8 import quantized
@@ -78,6 +80,10 @@ def run_ptx(text: str, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
                 registers[to] = fp8(names[1]) | fp8(names[0]) << 8
             case "and", _:
                 registers[to] = value(names[0]) & value(names[1])
+            case "or", _:
+                registers[to] = value(names[0]) | value(names[1])
+            case "mad", _:
+                registers[to] = value(names[0]) * value(names[1]) + value(names[2]) & 0xFFFFFFFF
             case "add", _:
                 registers[to] = value(names[0]) + value(names[1]) & 0xFFFFFFFF
             case "lop3", _:
@@ -138,32 +144,46 @@ def test_the_assembly_weaves_the_bytes_of_four_pieces():
         assert torch.equal(found[f"${i}"], (pieces[:, :, i].t() << shifts).sum(1))
 
 
+@pytest.mark.parametrize(("words", "done_words"), [(4, 4), (2, 1)])
+def test_the_assembly_widens_bf16_after_what_is_done(words: int, done_words: int):
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(32, 2 * words, generator=g).bfloat16()
+    inputs = {f"${2 * words + i}": to_bits(x[:, 2 * i : 2 * i + 2].contiguous())[:, 0] for i in range(words)}
+    inputs |= {f"${3 * words + i}": torch.randint(1, 2**16, (32,), generator=g) for i in range(done_words)}
+    for z in (0, 0xFFFF):
+        found = run_ptx(widening(words, done_words), {**inputs, "%ctaid.z": torch.full((32,), z)})
+        wide = torch.stack([floats(found[f"${i}"]) for i in range(2 * words)], 1)
+        # %ctaid.z is zero; were it not, every result would depend on what is done
+        assert torch.equal(wide, x.float()) == (z == 0)
+
+
 # --- machine code --------------------------------------------------------------------------------------------------
 
-# architecture, sample, registers, bytes spilled, instructions an element
+# architecture, sample, registers, bytes spilled, instructions an element, and the dtype
 CASES = (
-    ("sm_90", "32x32 128, batch", 80, 0, 24.5),
-    ("sm_90", "32x32 384", 128, 8, 26.25),  # two programs
-    ("sm_90", "16x16 128", 80, 0, 24.25),
-    ("sm_90", "16x16 256, scale", 80, 8, 36.5),
-    ("sm_120", "32x32 128, y alone", 80, 0, 20.75),
+    ("sm_90", "32x32 128, batch", 128, 0, 20.5, torch.bfloat16),
+    ("sm_90", "32x32 384", 128, 0, 26.25, torch.bfloat16),
+    ("sm_90", "16x16 128", 80, 0, 24.25, torch.bfloat16),
+    ("sm_90", "16x16 256, scale", 128, 16, 33.25, torch.bfloat16),
+    ("sm_120", "32x32 128, y alone", 128, 0, 17.75, torch.bfloat16),
+    ("sm_90", "32x32 256", 128, 0, 21.5, torch.float16),
 )
 
 
 def test_machine_code(tmp_path: Path):
-    """Three programs of eight warps a multiprocessor, wide accesses, next to nothing spilled, few instructions."""
+    """Sixteen warps or more a multiprocessor, wide accesses, next to nothing spilled, few instructions."""
     launches = [
         plan(
             target=typical_target(arch),
-            **next(s for s in OP.samples if s.real_size and why in s.why).arguments(torch.bfloat16, "meta"),
+            **next(s for s in OP.samples if s.real_size and why in s.why).arguments(dtype, "meta"),
         )
-        for arch, why, *_ in CASES
+        for arch, why, *_, dtype in CASES
     ]
     binaries = compile_many([launch.source(arch) for launch, (arch, *_) in zip(launches, CASES, strict=True)])
-    for launch, binary, (arch, why, registers, spilled, most) in zip(launches, binaries, CASES, strict=True):
+    for launch, binary, (arch, why, registers, spilled, most, _) in zip(launches, binaries, CASES, strict=True):
         report, where = bounded(binary, launch, tmp_path), (arch, why)
         assert report.shared_bytes <= report.shared_limit_bytes, where
-        assert report.registers == launch.options["maxnreg"] == registers, (where, report.registers)
+        assert report.registers <= launch.options["maxnreg"] == registers, (where, report.registers)
         assert report.spill_bytes <= spilled, (where, report.problems)
         assert report.local_loads + report.local_stores <= spilled // 2, (where, report.problems)
         constants: dict[str, Any] = dict(launch.constants)
@@ -176,9 +196,12 @@ def test_machine_code(tmp_path: Path):
         # the columns beside quarters are loaded again
         assert report.instructions["LDG.E.128"] >= elements // 8 + quads * elements // 16, where
         assert report.instructions["STG.E.64"] == elements // 8, where
-        # words: each once, the first and the last of a quarter again, and the columns beside quarters
+        # words: each once, the first and the last of a quarter again, and the columns beside quarters, of two rows more
         edges = 2 * elements // 16 // (constants["PIECES"] // 4)
-        assert report.instructions.get("STG.E.128", 0) == quads * (2 * elements // 16 + edges), where
+        rows = constants["BLOCK_P"] // constants["W"]
+        columns = elements // 16 * next_power_of_2(max(4 * (rows + 2), rows * constants["W"] // 2))
+        columns //= max(1, rows * constants["W"] // 2)
+        assert report.instructions.get("STG.E.128", 0) == quads * (elements // 16 + edges + columns), where
         assert not {name for name in report.instructions if name.startswith("STG.E.U")}, where
         # seven an element stand behind branches that warps rarely take: they count
         assert sum(report.instructions.values()) <= (most + 7) * elements, where

@@ -1,10 +1,10 @@
 """Device code of group_norm_silu: the forward kernels, then pieces that the backward shares.
 
 A program works on one *slab*: K whole groups of one sample, that is WIDTH = K·CG neighbouring channels, and all HW
-pixels or a part of them. Suffixes name the axes: _pc [BLOCK_P pixels, BLOCK_C channels], _c [BLOCK_C], _g [KP groups].
-Blocks are powers of two; what lies beyond HW, WIDTH and K is masked.
+pixels or a part of them. Where it goes over them tile by tile, its channels may be several *columns*, each as wide as a
+tile; functions take those as slabs of COLUMN channels. Suffixes name the axes: _pc [BLOCK_P pixels, BLOCK_C channels],
+_c [BLOCK_C], _g [KP groups]. Blocks are powers of two; what lies beyond HW, WIDTH and K is masked.
 """
-
 # In a kernel a constexpr stands for its value, which the type checker cannot know.
 # pyright: reportArgumentType=false, reportAssignmentType=false
 
@@ -13,13 +13,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ridgeline.kernels._nhwc import activate
+from ridgeline.kernels._group_norm_silu_dropout import drop, keep_scale, random_stream
+from ridgeline.kernels._nhwc import activate, wait_for_predecessor
 from ridgeline.kernels._op import INTERPRETED
 
-ROUNDS = 7  # of Philox
-
-_ROUNDS = tl.constexpr(ROUNDS)
 _IN_ASSEMBLY = tl.constexpr(not INTERPRETED)
+
+
+def widening(words: int, done_words: int) -> str:
+    """PTX of `after` for words of two bf16: fp32 from $0 on, then words of x, then of what is done."""
+    x = [f"${2 * words + i}" for i in range(words)]
+    done = [f"${3 * words + i}" for i in range(done_words)]
+    lines = [".reg .b32 z, zero;", "mov.u32 z, %ctaid.z;", f"mov.b32 zero, {done[0]};"]
+    lines += [f"or.b32 zero, zero, {word};" for word in done[1:]]
+    lines += ["and.b32 zero, zero, z;"]
+    for i, word in enumerate(x):
+        lines += [
+            f".reg .b32 low{i}, high{i};",
+            f"mad.lo.u32 low{i}, {word}, 65536, zero;",
+            f"lop3.b32 high{i}, {word}, 0xffff0000, zero, 0xea;",  # (word & ...) | zero
+        ]
+    # outputs are written after the last input was read
+    lines += [f"mov.b32 ${2 * i}, low{i}; mov.b32 ${2 * i + 1}, high{i};" for i in range(words)]
+    return "{" + "\n".join(lines) + "}"
+
+
+_AFTER = tl.constexpr(widening(words=4, done_words=4))
+_AFTER_REGISTERS = tl.constexpr(",".join(["=f"] * 8 + ["r"] * 8))
 
 
 @triton.jit
@@ -27,19 +47,23 @@ def forward_kernel(
     x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, y_ptr,
     HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """All of it in one launch: the slab waits in registers for its own statistics."""
+    wait_for_predecessor(PDL)
     n, slab, _ = place(C, K * CG, 1)
     stream = random_stream(seed_ptr, offset_ptr)
     x = load_slab(x_ptr, n, slab, HW, C, K * CG, BLOCK_P, BLOCK_C, PIECES)
     weight_c, bias_c = affine(gamma_ptr, beta_ptr, scale_ptr, shift_ptr, n, slab, K * CG, SCALE_ROW, SHIFT_ROW, BLOCK_C)
-    mean_c, rstd_c = statistics(x, x, HW, CG, K, KP, EPS, PIECES)
+    mean_c, rstd_c = statistics(x, x, HW, CG, K, KP, EPS, PIECES, DROPPED > 0)
+    slope_c = weight_c * rstd_c
+    centre_c = centre(mean_c, x[0].dtype.primitive_bitwidth)
+    bias_c += (centre_c - mean_c) * slope_c
     done_pc = x[PIECES - 1]
     for piece in tl.static_range(PIECES):
         at_pc, inside_pc = tile_at(n, slab, piece * BLOCK_P, HW, C, K * CG, BLOCK_P, BLOCK_C)
-        normal_pc = (after(x[piece], done_pc) - mean_c[None, :]) * (weight_c * rstd_c)[None, :]
-        y_pc = activate(normal_pc + bias_c[None, :], ACT)
+        centred_pc = after(x[piece], done_pc, DROPPED > 0) - centre_c[None, :]
+        y_pc = activate(centred_pc * slope_c[None, :] + bias_c[None, :], ACT)
         done_pc = drop(y_pc * keep_scale(DROPPED), stream, n, slab, piece * BLOCK_P, C, K * CG, DROPPED).to(
             done_pc.dtype
         )
@@ -47,29 +71,33 @@ def forward_kernel(
 
 
 @triton.jit
+def forward_again_kernel(
+    x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, y_ptr,
+    HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
+    SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr, KP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """All of it in one launch: each program reads its slab a second time, from a cache if few run side by side."""
+    wait_for_predecessor(PDL)
+    n, slab, part = place(C, K * CG, 1)
+    mean_g, squares_g = moments(x_ptr, n, slab, part, HW, C, CG, K, TILES, BLOCK_P, BLOCK_C, COLUMNS, KP)
+    rstd_g = tl.rsqrt(squares_g / (HW * CG) + EPS)
+    _apply_tiles(
+        x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, y_ptr, mean_g, rstd_g, n, slab, part,
+        HW, C, CG, K, SCALE_ROW, SHIFT_ROW, ACT, DROPPED, TILES, BLOCK_P, BLOCK_C, COLUMNS,
+    )  # fmt: skip
+
+
+@triton.jit
 def statistics_kernel(
     x_ptr, partial_ptr,
     HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, TILES: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr, KP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Mean and sum of squared deviations of every group in one part of a sample: partial [N, PARTS, 2, C / CG] fp32."""
+    wait_for_predecessor(PDL)
     n, slab, part = place(C, K * CG, PARTS)
-    count = 0.0
-    mean_g = tl.full((KP,), 0, tl.float32)
-    squares_g = tl.full((KP,), 0, tl.float32)
-    for tile in range(TILES):
-        first = (part * TILES + tile) * BLOCK_P
-        at_pc, inside_pc = tile_at(n, slab, first, HW, C, K * CG, BLOCK_P, BLOCK_C)
-        x_pc = tl.load(x_ptr + at_pc, mask=inside_pc, other=0.0).to(tl.float32)
-        fresh = (tl.minimum(BLOCK_P, tl.maximum(HW - first, 0)) * CG).to(tl.float32)
-        total = tl.maximum(count + fresh, 1.0)  # the last tiles of the last part may be empty
-        tile_mean_g = sum_groups(x_pc, CG, KP) / tl.maximum(fresh, 1.0)
-        deviation_pc = tl.where(inside_pc, x_pc - to_channels(tile_mean_g, CG, BLOCK_C)[None, :], 0.0)
-        # sets are merged by their means (Chan, Golub & LeVeque 1983): a sum of squares would cancel
-        apart_g = tile_mean_g - mean_g
-        squares_g += sum_groups(deviation_pc * deviation_pc, CG, KP) + apart_g * apart_g * (count * fresh / total)
-        mean_g += apart_g * (fresh / total)
-        count += fresh
+    mean_g, squares_g = moments(x_ptr, n, slab, part, HW, C, CG, K, TILES, BLOCK_P, BLOCK_C, COLUMNS, KP)
     g = tl.arange(0, KP)
     row = partial_ptr + (n * PARTS + part).to(tl.int64) * (2 * (C // CG)) + slab * K + g
     tl.store(row, mean_g, mask=g < K)
@@ -81,22 +109,45 @@ def apply_kernel(
     x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, partial_ptr, y_ptr,
     HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr,
-    PARTS: tl.constexpr, TILES: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr,
-    PARTS_P: tl.constexpr,
+    PARTS: tl.constexpr, TILES: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr,
+    KP: tl.constexpr, PARTS_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y of one part of a slab, from the statistics of all parts."""
-    n, slab, part = place(C, K * CG, PARTS)
+    wait_for_predecessor(PDL)
+    n, slab, part = place_backwards(C, K * CG, PARTS)
+    mean_g, rstd_g = combine(partial_ptr, n, slab, HW, C, CG, K, PARTS, TILES * BLOCK_P, KP, PARTS_P, EPS)
+    _apply_tiles(
+        x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, y_ptr, mean_g, rstd_g, n, slab, part,
+        HW, C, CG, K, SCALE_ROW, SHIFT_ROW, ACT, DROPPED, TILES, BLOCK_P, BLOCK_C, COLUMNS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _apply_tiles(
+    x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, y_ptr, mean_g, rstd_g, n, slab, part,
+    HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
+    SHIFT_ROW: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr,
+    TILES: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    COLUMN: tl.constexpr = K * CG // COLUMNS
     stream = random_stream(seed_ptr, offset_ptr)
-    weight_c, bias_c = affine(gamma_ptr, beta_ptr, scale_ptr, shift_ptr, n, slab, K * CG, SCALE_ROW, SHIFT_ROW, BLOCK_C)
-    mean_c, rstd_c = combine(partial_ptr, n, slab, HW, C, CG, K, PARTS, TILES * BLOCK_P, BLOCK_C, KP, PARTS_P, EPS)
-    for tile in range(TILES):
-        first = (part * TILES + tile) * BLOCK_P
-        at_pc, inside_pc = tile_at(n, slab, first, HW, C, K * CG, BLOCK_P, BLOCK_C)
-        x_pc = tl.load(x_ptr + at_pc, mask=inside_pc, other=0.0)
-        normal_pc = (x_pc.to(tl.float32) - mean_c[None, :]) * (weight_c * rstd_c)[None, :]
-        y_pc = activate(normal_pc + bias_c[None, :], ACT)
-        y_pc = drop(y_pc * keep_scale(DROPPED), stream, n, slab, first, C, K * CG, DROPPED)
-        tl.store(y_ptr + at_pc, y_pc.to(x_pc.dtype), mask=inside_pc)
+    for i in range(COLUMNS):
+        column = slab * COLUMNS + i
+        weight_c, bias_c = affine(
+            gamma_ptr, beta_ptr, scale_ptr, shift_ptr, n, column, COLUMN, SCALE_ROW, SHIFT_ROW, BLOCK_C
+        )
+        slope_c = weight_c * to_channels(rstd_g, i * COLUMN, CG, BLOCK_C)
+        mean_c = to_channels(mean_g, i * COLUMN, CG, BLOCK_C)
+        centre_c = centre(mean_c, x_ptr.dtype.element_ty.primitive_bitwidth)
+        bias_c += (centre_c - mean_c) * slope_c
+        for tile in range(TILES):
+            first = (part * TILES + tile) * BLOCK_P
+            at_pc, inside_pc = tile_at(n, column, first, HW, C, COLUMN, BLOCK_P, BLOCK_C)
+            x_pc = tl.load(x_ptr + at_pc, mask=inside_pc, other=0.0)
+            centred_pc = x_pc.to(tl.float32) - centre_c[None, :]
+            y_pc = activate(centred_pc * slope_c[None, :] + bias_c[None, :], ACT)
+            y_pc = drop(y_pc * keep_scale(DROPPED), stream, n, column, first, C, COLUMN, DROPPED)
+            tl.store(y_ptr + at_pc, y_pc.to(x_pc.dtype), mask=inside_pc)
 
 
 # --- where a program works -----------------------------------------------------------------------------------------
@@ -106,6 +157,14 @@ def apply_kernel(
 def place(C: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
     """(sample, slab, part) of this program. Slabs go fastest: neighbours in memory are read at the same time."""
     program = tl.program_id(0)
+    slabs: tl.constexpr = C // WIDTH
+    return program // (slabs * PARTS), program % slabs, program // slabs % PARTS
+
+
+@triton.jit
+def place_backwards(C: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
+    """`place`, the last first: what the launch before read last may still be in L2."""
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
     slabs: tl.constexpr = C // WIDTH
     return program // (slabs * PARTS), program % slabs, program // slabs % PARTS
 
@@ -162,7 +221,7 @@ def affine(
 @triton.jit
 def statistics(
     x, done, HW: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, EPS: tl.constexpr,
-    PIECES: tl.constexpr,
+    PIECES: tl.constexpr, DRAWING: tl.constexpr = False,
 ):  # fmt: skip
     """(mean, 1 / standard deviation) of each channel's group, taken after `done`, see `after`.
 
@@ -172,27 +231,69 @@ def statistics(
     BLOCK_C: tl.constexpr = x[0].shape[1]
     total_pc = tl.full((BLOCK_P, BLOCK_C), 0, tl.float32)
     for piece in tl.static_range(PIECES):
-        total_pc += after(x[piece], done[piece])
-    mean_c = to_channels(sum_groups(total_pc, CG, KP) / (HW * CG), CG, BLOCK_C)
+        total_pc += after(x[piece], done[piece], DRAWING)
+    mean_c = to_channels(sum_groups(total_pc, CG, KP) / (HW * CG), 0, CG, BLOCK_C)
     squares_pc = tl.full((BLOCK_P, BLOCK_C), 0, tl.float32)
     c = tl.arange(0, BLOCK_C)[None, :]
     for piece in tl.static_range(PIECES):
         p = piece * BLOCK_P + tl.arange(0, BLOCK_P)[:, None]
         deviation_pc = tl.where(
-            (p < HW) & (c < K * CG), after(x[piece], x[(piece + 1) % PIECES]) - mean_c[None, :], 0.0
+            (p < HW) & (c < K * CG), after(x[piece], x[(piece + 1) % PIECES], DRAWING) - mean_c[None, :], 0.0
         )
         squares_pc += deviation_pc * deviation_pc
     variance_g = sum_groups(squares_pc, CG, KP) / (HW * CG)
-    return mean_c, to_channels(tl.rsqrt(variance_g + EPS), CG, BLOCK_C)
+    return mean_c, to_channels(tl.rsqrt(variance_g + EPS), 0, CG, BLOCK_C)
+
+
+@triton.jit
+def moments(
+    x_ptr, n, slab, part,
+    HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """(mean, sum of squared deviations) of every group of a slab, in one part of it.
+
+    Every place in a tile keeps those of its own elements (Welford 1962), and threads meet once a column: a sum of
+    squares would cancel. Then sets are merged by their means (Chan, Golub & LeVeque 1983).
+    """
+    COLUMN: tl.constexpr = K * CG // COLUMNS
+    begin = part * (TILES * BLOCK_P)
+    left_p = tl.minimum(HW - begin, TILES * BLOCK_P) - tl.arange(0, BLOCK_P)
+    tiles_p = (tl.maximum(left_p + BLOCK_P - 1, 0) // BLOCK_P).to(tl.float32)  # that have such a pixel
+    count_g = tl.full((KP,), 0, tl.float32)
+    mean_g = tl.full((KP,), 0, tl.float32)
+    squares_g = tl.full((KP,), 0, tl.float32)
+    for i in range(COLUMNS):
+        mean_pc = tl.full((BLOCK_P, BLOCK_C), 0, tl.float32)
+        squares_pc = tl.full((BLOCK_P, BLOCK_C), 0, tl.float32)
+        for tile in range(TILES):
+            at_pc, inside_pc = tile_at(n, slab * COLUMNS + i, begin + tile * BLOCK_P, HW, C, COLUMN, BLOCK_P, BLOCK_C)
+            x_pc = tl.load(x_ptr + at_pc, mask=inside_pc, other=0.0).to(tl.float32)
+            if HW % (TILES * BLOCK_P) != 0:
+                x_pc = tl.where(inside_pc, x_pc, mean_pc)
+            apart_pc = x_pc - mean_pc
+            mean_pc += apart_pc * (1.0 / (tile + 1))
+            squares_pc += apart_pc * (x_pc - mean_pc)
+        channels_g = to_groups(tl.where(tl.arange(0, BLOCK_C) < COLUMN, 1.0, 0.0), i * COLUMN, CG, KP)
+        fresh_g = channels_g * tl.sum(tiles_p, 0)
+        fresh_mean_g = to_groups(tl.sum(tiles_p[:, None] * mean_pc, 0), i * COLUMN, CG, KP) / tl.maximum(fresh_g, 1.0)
+        apart_pc = mean_pc - to_channels(fresh_mean_g, i * COLUMN, CG, BLOCK_C)[None, :]
+        squares_c = tl.sum(squares_pc + tiles_p[:, None] * (apart_pc * apart_pc), 0)
+        share_g = fresh_g / tl.maximum(count_g + fresh_g, 1.0)
+        apart_g = fresh_mean_g - mean_g
+        squares_g += to_groups(squares_c, i * COLUMN, CG, KP) + apart_g * apart_g * (count_g * share_g)
+        mean_g += apart_g * share_g
+        count_g += fresh_g
+    return mean_g, squares_g
 
 
 @triton.jit
 def combine(
     partial_ptr, n, slab,
     HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr,
-    BLOCK_C: tl.constexpr, KP: tl.constexpr, PARTS_P: tl.constexpr, EPS: tl.constexpr,
+    KP: tl.constexpr, PARTS_P: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """`statistics` of a whole slab from those of its parts, of PART pixels each but the last."""
+    """(mean, 1 / standard deviation) of each group of a slab, from `moments` of parts of PART pixels but the last."""
     i = tl.arange(0, PARTS_P)[:, None]
     g = tl.arange(0, KP)[None, :]
     inside = (i < PARTS) & (g < K)
@@ -203,7 +304,19 @@ def combine(
     mean_g = tl.sum(counts * means, 0) / (HW * CG)
     apart = means - mean_g[None, :]
     variance_g = tl.sum(squares + counts * apart * apart, 0) / (HW * CG)
-    return to_channels(mean_g, CG, BLOCK_C), to_channels(tl.rsqrt(variance_g + EPS), CG, BLOCK_C)
+    return mean_g, tl.rsqrt(variance_g + EPS)
+
+
+@triton.jit
+def centre(mean_c, BITS: tl.constexpr):
+    """What elements of so many bits are centred by before they are scaled: their mean, or 0 where the bias has it.
+
+    Of 16-bit elements it has: two additions fewer an element, and what fp32 then loses by a mean far from zero is a
+    thousandth of what the elements themselves have lost.
+    """
+    if BITS == 16:
+        mean_c = tl.full(mean_c.shape, 0, tl.float32)
+    return mean_c
 
 
 @triton.jit
@@ -213,45 +326,48 @@ def sum_groups(z_pc, CG: tl.constexpr, KP: tl.constexpr):
         # the channels of a group first: most of them are in one thread, and fewer sums cross threads
         z_g = tl.sum(tl.sum(tl.reshape(z_pc, (z_pc.shape[0], KP, CG)), 2), 0)
     else:
-        z_g = to_groups(tl.sum(z_pc, 0), CG, KP)
+        z_g = to_groups(tl.sum(z_pc, 0), 0, CG, KP)
     return z_g
 
 
 @triton.jit
-def to_groups(z_c, CG: tl.constexpr, KP: tl.constexpr):
-    """Sum over the channels of each group: [BLOCK_C] to [KP]."""
-    if CG & (CG - 1) == 0:
+def to_groups(z_c, first, CG: tl.constexpr, KP: tl.constexpr):
+    """Sum over channels, those of the slab from the `first` one on, of each group: [BLOCK_C] to [KP]."""
+    if CG & (CG - 1) == 0 and z_c.shape[0] == KP * CG:
         z_g = tl.sum(tl.reshape(z_c, (KP, CG)), 1)
     else:
-        z_g = tl.sum(tl.where(_member(CG, z_c.shape[0], KP), z_c[None, :], 0.0), 1)
+        z_g = tl.sum(tl.where(_member(first, CG, z_c.shape[0], KP), z_c[None, :], 0.0), 1)
     return z_g
 
 
 @triton.jit
-def to_channels(z_g, CG: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Each group's value for each of its channels: [KP] to [BLOCK_C]."""
+def to_channels(z_g, first, CG: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Each group's value for each of its channels, those of the slab from the `first` one on: [KP] to [BLOCK_C]."""
     KP: tl.constexpr = z_g.shape[0]
-    if CG & (CG - 1) == 0:
+    if CG & (CG - 1) == 0 and BLOCK_C == KP * CG:
         z_c = tl.reshape(tl.broadcast_to(z_g[:, None], (KP, CG)), (BLOCK_C,))
     else:
-        z_c = tl.sum(tl.where(_member(CG, BLOCK_C, KP), z_g[:, None], 0.0), 0)
+        z_c = tl.gather(z_g, tl.minimum((first + tl.arange(0, BLOCK_C)) // CG, KP - 1), 0)
     return z_c
 
 
 @triton.jit
-def _member(CG: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr):
-    return (tl.arange(0, BLOCK_C) // CG)[None, :] == tl.arange(0, KP)[:, None]
+def _member(first, CG: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr):
+    return ((first + tl.arange(0, BLOCK_C)) // CG)[None, :] == tl.arange(0, KP)[:, None]
 
 
 @triton.jit
-def after(x_pc, done_pc):
+def after(x_pc, done_pc, DRAWING: tl.constexpr = False):
     """`x` in fp32, which the compiler believes to depend on `done`, a block of the same type.
 
     So it converts 16-bit elements anew in each pass, where it would keep the fp32 of the pass before in twice the
     registers, and takes piece after piece, where it would work on all at once: the backward of 64 elements a thread
     compiles to 128 registers instead of 246. It cannot know that %ctaid.z is zero in x ^ (done & %ctaid.z).
+
+    Of bf16 that zero is taken once for eight elements, or for two where a forward kernel is DRAWING random bits: else
+    the compiler spills, 150 bytes beside 128 registers and not 8.
     """
-    if _IN_ASSEMBLY and x_pc.dtype == tl.bfloat16:
+    if _IN_ASSEMBLY and x_pc.dtype == tl.bfloat16 and DRAWING:
         wide_pc = tl.inline_asm_elementwise(
             """{
             .reg .b32 z, t;
@@ -262,6 +378,10 @@ def after(x_pc, done_pc):
             }""",
             "=f,=f,r,r", [x_pc, done_pc], dtype=tl.float32, is_pure=False, pack=2,
         )  # fmt: skip
+    elif _IN_ASSEMBLY and x_pc.dtype == tl.bfloat16:
+        wide_pc = tl.inline_asm_elementwise(
+            _AFTER, _AFTER_REGISTERS, [x_pc, done_pc], dtype=tl.float32, is_pure=False, pack=8
+        )
     elif _IN_ASSEMBLY and x_pc.dtype == tl.float16:
         wide_pc = tl.inline_asm_elementwise(
             """{
@@ -278,55 +398,3 @@ def after(x_pc, done_pc):
     else:
         wide_pc = x_pc.to(tl.float32)
     return wide_pc
-
-
-# --- dropout -------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def random_stream(seed_ptr, offset_ptr):
-    """(seed, offset) as `drop` takes them; zeros without pointers."""
-    seed = tl.full((), 0, tl.int64)
-    offset = tl.full((), 0, tl.int64)
-    if seed_ptr is not None:
-        seed = tl.load(seed_ptr)
-        offset = tl.load(offset_ptr)
-    return seed, offset
-
-
-@triton.jit
-def drop(z_pc, stream, n, slab, first, C: tl.constexpr, WIDTH: tl.constexpr, DROPPED: tl.constexpr):
-    """`z` where its 16 random bits are at least DROPPED, else 0; to be multiplied by `keep_scale`.
-
-    Random bits are a function of seed, offset, sample, pixel and channel, whatever the tiling: one Philox4x32-7 call
-    (Salmon et al. 2011; seven rounds are the fewest that pass their tests) gives eight neighbouring channels 16 each.
-    """
-    if DROPPED > 0:
-        BLOCK_P: tl.constexpr = z_pc.shape[0]
-        BLOCK_C: tl.constexpr = z_pc.shape[1]
-        EIGHTHS: tl.constexpr = (C + 7) // 8
-        seed, offset = stream
-        low, high = (offset & 0xFFFFFFFF).to(tl.uint32), (offset >> 32).to(tl.uint32)
-        p = first + tl.arange(0, BLOCK_P)[:, None]
-        if WIDTH % 8 == 0:
-            eighth = p * EIGHTHS + slab * (WIDTH // 8) + tl.arange(0, BLOCK_C // 8)[None, :]
-            a, b, c, d = tl.philox(seed, eighth.to(tl.uint32), n.to(tl.uint32), low, high, _ROUNDS)
-            words = tl.join(tl.join(a, c), tl.join(b, d))  # [..., 2, 2] in the order a, b, c, d
-            bits_pc = tl.reshape(tl.join(words & 0xFFFF, words >> 16), (BLOCK_P, BLOCK_C))
-        else:
-            # a slab that begins inside of an eighth: eight times the work
-            channel = slab * WIDTH + tl.arange(0, BLOCK_C)[None, :]
-            a, b, c, d = tl.philox(
-                seed, (p * EIGHTHS + channel // 8).to(tl.uint32), n.to(tl.uint32), low, high, _ROUNDS
-            )
-            word = channel // 2 % 4
-            words = tl.where(word < 2, tl.where(word == 0, a, b), tl.where(word == 2, c, d))
-            bits_pc = tl.where(channel % 2 == 0, words & 0xFFFF, words >> 16)
-        z_pc = tl.where(bits_pc >= DROPPED, z_pc, 0.0)
-    return z_pc
-
-
-@triton.constexpr_function
-def keep_scale(dropped):
-    """What the kept elements are multiplied by, so that dropout keeps the mean."""
-    return 65536 / (65536 - dropped)

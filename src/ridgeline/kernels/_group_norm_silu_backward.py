@@ -18,17 +18,19 @@ import triton.language as tl
 from ridgeline.kernels._group_norm_silu import (
     affine,
     after,
+    centre,
     combine,
-    drop,
-    keep_scale,
     load_slab,
+    moments,
     place,
-    random_stream,
+    place_backwards,
     statistics,
     tile_at,
     to_channels,
     to_groups,
 )
+from ridgeline.kernels._group_norm_silu_dropout import drop, keep_scale, random_stream
+from ridgeline.kernels._nhwc import wait_for_predecessor
 from ridgeline.kernels._op import INTERPRETED
 
 _IN_ASSEMBLY = tl.constexpr(not INTERPRETED)
@@ -40,8 +42,10 @@ def backward_kernel(
     HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """dx of one slab and its sums [N, 1, ROWS, C] fp32, of dx too if ROWS is 3; slabs of x and dy wait in registers."""
+    wait_for_predecessor(PDL)
     n, slab, x, g, done_pc, centre_c, a_c, b_c, d_c = slab_gradient(
         dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, sums_ptr,
         HW, C, CG, K, SCALE_ROW, SHIFT_ROW, EPS, ACT, DROPPED, BLOCK_P, BLOCK_C, KP, PIECES, ROWS,
@@ -65,78 +69,176 @@ def backward_kernel(
 
 
 @triton.jit
-def backward_sums_kernel(
-    dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, partial_ptr, sums_ptr,
+def backward_again_kernel(
+    dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, residual_ptr, sums_ptr, dx_ptr,
     HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr,
-    PARTS: tl.constexpr, TILES: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr,
-    PARTS_P: tl.constexpr,
+    TILES: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr, KP: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The sums of one part of a slab: sums [N, PARTS, 2, C] fp32."""
-    n, slab, part = place(C, K * CG, PARTS)
-    stream = random_stream(seed_ptr, offset_ptr)
-    weight_c, bias_c = affine(gamma_ptr, beta_ptr, scale_ptr, shift_ptr, n, slab, K * CG, SCALE_ROW, SHIFT_ROW, BLOCK_C)
-    mean_c, rstd_c = combine(partial_ptr, n, slab, HW, C, CG, K, PARTS, TILES * BLOCK_P, BLOCK_C, KP, PARTS_P, EPS)
-    first_c = tl.full((BLOCK_C,), 0, tl.float32)
-    second_c = tl.full((BLOCK_C,), 0, tl.float32)
-    for tile in range(TILES):
-        first = (part * TILES + tile) * BLOCK_P
-        at_pc, inside_pc = tile_at(n, slab, first, HW, C, K * CG, BLOCK_P, BLOCK_C)
-        centred_pc = tl.load(x_ptr + at_pc, mask=inside_pc, other=0.0).to(tl.float32) - mean_c[None, :]
-        g_pc = tl.load(dy_ptr + at_pc, mask=inside_pc, other=0.0).to(tl.float32)
-        g_pc = drop(g_pc * keep_scale(DROPPED), stream, n, slab, first, C, K * CG, DROPPED)
-        g_pc *= _slope(centred_pc * (weight_c * rstd_c)[None, :] + bias_c[None, :], ACT)
-        first_c += tl.sum(g_pc, 0)
-        second_c += tl.sum(g_pc * centred_pc, 0)
+    """backward_kernel, which reads its slabs again, x twice and dy once, from a cache if few run side by side."""
+    wait_for_predecessor(PDL)
+    n, slab, part = place(C, K * CG, 1)
+    mean_g, squares_g = moments(x_ptr, n, slab, part, HW, C, CG, K, TILES, BLOCK_P, BLOCK_C, COLUMNS, KP)
+    rstd_g = tl.rsqrt(squares_g / (HW * CG) + EPS)
+    row = sums_ptr + n.to(tl.int64) * (ROWS * C)
+    s1_g, s2_g = _sum_tiles(
+        dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, row, mean_g, rstd_g,
+        n, slab, part, HW, C, CG, K, SCALE_ROW, SHIFT_ROW, ACT, DROPPED, TILES, BLOCK_P, BLOCK_C, COLUMNS, KP,
+    )  # fmt: skip
+    _apply_tiles(
+        dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, residual_ptr, row, dx_ptr,
+        mean_g, rstd_g, s1_g, s2_g, n, slab, part,
+        HW, C, CG, K, SCALE_ROW, SHIFT_ROW, ACT, DROPPED, TILES, BLOCK_P, BLOCK_C, COLUMNS, ROWS,
+    )  # fmt: skip
+
+
+@triton.jit
+def backward_sums_kernel(
+    dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, partial_ptr, sums_ptr,
+    products_ptr,
+    HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
+    SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr,
+    PARTS: tl.constexpr, TILES: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr,
+    KP: tl.constexpr, PARTS_P: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Sums over a part of a slab, fp32: of channels [N, PARTS, 2, C], and products S1 and S2 [N, PARTS, 2, C / CG]."""
+    wait_for_predecessor(PDL)
+    n, slab, part = place_backwards(C, K * CG, PARTS)
+    mean_g, rstd_g = combine(partial_ptr, n, slab, HW, C, CG, K, PARTS, TILES * BLOCK_P, KP, PARTS_P, EPS)
     row = sums_ptr + (n * PARTS + part).to(tl.int64) * (2 * C)
-    _store_sums(row, first_c, second_c * rstd_c, slab, C, K * CG, BLOCK_C)
+    s1_g, s2_g = _sum_tiles(
+        dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, row, mean_g, rstd_g,
+        n, slab, part, HW, C, CG, K, SCALE_ROW, SHIFT_ROW, ACT, DROPPED, TILES, BLOCK_P, BLOCK_C, COLUMNS, KP,
+    )  # fmt: skip
+    g = tl.arange(0, KP)
+    row = products_ptr + (n * PARTS + part).to(tl.int64) * (2 * (C // CG)) + slab * K + g
+    tl.store(row, s1_g, mask=g < K)
+    tl.store(row + C // CG, s2_g, mask=g < K)
 
 
 @triton.jit
 def backward_apply_kernel(
     dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, residual_ptr, partial_ptr,
-    sums_ptr, dx_ptr,
+    sums_ptr, products_ptr, dx_ptr,
     HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr,
-    PARTS: tl.constexpr, TILES: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr,
-    PARTS_P: tl.constexpr,
+    PARTS: tl.constexpr, TILES: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr,
+    KP: tl.constexpr, PARTS_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """dx of one part of a slab, from the sums of all parts."""
+    """dx of one part of a slab, from the products of all parts."""
+    wait_for_predecessor(PDL)
     n, slab, part = place(C, K * CG, PARTS)
-    stream = random_stream(seed_ptr, offset_ptr)
-    weight_c, bias_c = affine(gamma_ptr, beta_ptr, scale_ptr, shift_ptr, n, slab, K * CG, SCALE_ROW, SHIFT_ROW, BLOCK_C)
-    mean_c, rstd_c = combine(partial_ptr, n, slab, HW, C, CG, K, PARTS, TILES * BLOCK_P, BLOCK_C, KP, PARTS_P, EPS)
+    mean_g, rstd_g = combine(partial_ptr, n, slab, HW, C, CG, K, PARTS, TILES * BLOCK_P, KP, PARTS_P, EPS)
     i = tl.arange(0, PARTS_P)[:, None]
-    c = tl.arange(0, BLOCK_C)[None, :]
-    inside = (i < PARTS) & (c < K * CG)
-    row = sums_ptr + n.to(tl.int64) * (PARTS * 2 * C) + i * (2 * C) + slab * (K * CG) + c
-    first_c = tl.sum(tl.load(row, mask=inside, other=0.0), 0)
-    second_c = tl.sum(tl.load(row + C, mask=inside, other=0.0), 0)
-    a_c, b_c, d_c = _coefficients(first_c, second_c, weight_c, rstd_c, HW * CG, CG, KP)
-    for tile in range(TILES):
-        first = (part * TILES + tile) * BLOCK_P
-        at_pc, inside_pc = tile_at(n, slab, first, HW, C, K * CG, BLOCK_P, BLOCK_C)
-        x_pc = tl.load(x_ptr + at_pc, mask=inside_pc, other=0.0)
-        centred_pc = x_pc.to(tl.float32) - mean_c[None, :]
-        g_pc = tl.load(dy_ptr + at_pc, mask=inside_pc, other=0.0).to(tl.float32)
-        g_pc = drop(g_pc * keep_scale(DROPPED), stream, n, slab, first, C, K * CG, DROPPED)
-        g_pc *= _slope(centred_pc * (weight_c * rstd_c)[None, :] + bias_c[None, :], ACT)
-        dx_pc = a_c[None, :] * g_pc - centred_pc * b_c[None, :] - d_c[None, :]
-        if residual_ptr is not None:
-            dx_pc += tl.load(residual_ptr + at_pc, mask=inside_pc, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + at_pc, dx_pc.to(x_pc.dtype), mask=inside_pc)
+    g = tl.arange(0, KP)[None, :]
+    inside = (i < PARTS) & (g < K)
+    row = products_ptr + n.to(tl.int64) * (PARTS * 2 * (C // CG)) + i * (2 * (C // CG)) + slab * K + g
+    s1_g = tl.sum(tl.load(row, mask=inside, other=0.0), 0)
+    s2_g = tl.sum(tl.load(row + C // CG, mask=inside, other=0.0), 0)
+    _apply_tiles(
+        dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, residual_ptr, sums_ptr, dx_ptr,
+        mean_g, rstd_g, s1_g, s2_g, n, slab, part,
+        HW, C, CG, K, SCALE_ROW, SHIFT_ROW, ACT, DROPPED, TILES, BLOCK_P, BLOCK_C, COLUMNS, 2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _sum_tiles(
+    dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, row, mean_g, rstd_g, n, slab, part,
+    HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
+    SHIFT_ROW: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """Store at `row` the sums of each channel over a part of a slab; returns (S1, S2) of them."""
+    COLUMN: tl.constexpr = K * CG // COLUMNS
+    stream = random_stream(seed_ptr, offset_ptr)
+    s1_g = tl.full((KP,), 0, tl.float32)
+    s2_g = tl.full((KP,), 0, tl.float32)
+    for i in range(COLUMNS):
+        column = slab * COLUMNS + i
+        weight_c, bias_c = affine(
+            gamma_ptr, beta_ptr, scale_ptr, shift_ptr, n, column, COLUMN, SCALE_ROW, SHIFT_ROW, BLOCK_C
+        )
+        rstd_c = to_channels(rstd_g, i * COLUMN, CG, BLOCK_C)
+        mean_c = to_channels(mean_g, i * COLUMN, CG, BLOCK_C)
+        centre_c = centre(mean_c, x_ptr.dtype.element_ty.primitive_bitwidth)
+        slope_c = weight_c * rstd_c
+        bias_c += (centre_c - mean_c) * slope_c
+        first_pc = tl.full((BLOCK_P, BLOCK_C), 0, tl.float32)
+        second_pc = tl.full((BLOCK_P, BLOCK_C), 0, tl.float32)
+        for tile in range(TILES):
+            first = (part * TILES + tile) * BLOCK_P
+            at_pc, inside_pc = tile_at(n, column, first, HW, C, COLUMN, BLOCK_P, BLOCK_C)
+            centred_pc = tl.load(x_ptr + at_pc, mask=inside_pc, other=0.0).to(tl.float32) - centre_c[None, :]
+            g_pc = tl.load(dy_ptr + at_pc, mask=inside_pc, other=0.0).to(tl.float32)
+            g_pc = drop(g_pc, stream, n, column, first, C, COLUMN, DROPPED)
+            g_pc *= _slope(centred_pc * slope_c[None, :] + bias_c[None, :], ACT)
+            first_pc += g_pc
+            second_pc += g_pc * centred_pc
+        first_c = tl.sum(first_pc, 0) * keep_scale(DROPPED)
+        second_c = (tl.sum(second_pc, 0) * keep_scale(DROPPED) + (centre_c - mean_c) * first_c) * rstd_c
+        _store_sums(row, first_c, second_c, column, C, COLUMN, BLOCK_C)
+        s1_g += to_groups(first_c * weight_c, i * COLUMN, CG, KP)
+        s2_g += to_groups(second_c * weight_c, i * COLUMN, CG, KP)
+    return s1_g, s2_g
+
+
+@triton.jit
+def _apply_tiles(
+    dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, residual_ptr, row, dx_ptr,
+    mean_g, rstd_g, s1_g, s2_g, n, slab, part,
+    HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
+    SHIFT_ROW: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr, TILES: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """dx of a part of a slab; its sums at `row` if ROWS is 3."""
+    COLUMN: tl.constexpr = K * CG // COLUMNS
+    stream = random_stream(seed_ptr, offset_ptr)
+    for i in range(COLUMNS):
+        column = slab * COLUMNS + i
+        weight_c, bias_c = affine(
+            gamma_ptr, beta_ptr, scale_ptr, shift_ptr, n, column, COLUMN, SCALE_ROW, SHIFT_ROW, BLOCK_C
+        )
+        rstd_c = to_channels(rstd_g, i * COLUMN, CG, BLOCK_C)
+        mean_c = to_channels(mean_g, i * COLUMN, CG, BLOCK_C)
+        centre_c = centre(mean_c, x_ptr.dtype.element_ty.primitive_bitwidth)
+        slope_c = weight_c * rstd_c
+        bias_c += (centre_c - mean_c) * slope_c
+        a_c = slope_c * keep_scale(DROPPED)
+        b_c = rstd_c * rstd_c * to_channels(s2_g, i * COLUMN, CG, BLOCK_C) / (HW * CG)
+        d_c = rstd_c * to_channels(s1_g, i * COLUMN, CG, BLOCK_C) / (HW * CG) + (centre_c - mean_c) * b_c
+        third_pc = tl.full((BLOCK_P, BLOCK_C), 0, tl.float32)
+        for tile in range(TILES):
+            first = (part * TILES + tile) * BLOCK_P
+            at_pc, inside_pc = tile_at(n, column, first, HW, C, COLUMN, BLOCK_P, BLOCK_C)
+            x_pc = tl.load(x_ptr + at_pc, mask=inside_pc, other=0.0)
+            centred_pc = x_pc.to(tl.float32) - centre_c[None, :]
+            g_pc = tl.load(dy_ptr + at_pc, mask=inside_pc, other=0.0).to(tl.float32)
+            g_pc = drop(g_pc, stream, n, column, first, C, COLUMN, DROPPED)
+            g_pc *= _slope(centred_pc * slope_c[None, :] + bias_c[None, :], ACT)
+            dx_pc = (a_c[None, :] * g_pc - d_c[None, :]) - centred_pc * b_c[None, :]
+            if residual_ptr is not None:
+                dx_pc += tl.load(residual_ptr + at_pc, mask=inside_pc, other=0.0).to(tl.float32)
+            if ROWS == 3:
+                third_pc += tl.where(inside_pc, dx_pc, 0.0)
+            tl.store(dx_ptr + at_pc, dx_pc.to(x_pc.dtype), mask=inside_pc)
+        if ROWS == 3:
+            c = tl.arange(0, BLOCK_C)
+            tl.store(row + 2 * C + column * COLUMN + c, tl.sum(third_pc, 0), mask=c < COLUMN)
 
 
 @triton.jit
 def parameters_kernel(
     sums_ptr, gamma_ptr, beta_ptr, scale_ptr, dgamma_ptr, dbeta_ptr, dscale_ptr, dshift_ptr, dx_sum_ptr, n_count,
     C: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, SCALE_ROW: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Gradients of gamma, beta, scale and shift from the sums, in one fixed order; a program takes BLOCK_C channels.
 
     With `dx_sum` also the sum of dx, of the third of ROWS rows.
     """
+    wait_for_predecessor(PDL)
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     gamma_c = tl.load(gamma_ptr + c, mask=c < C, other=0.0).to(tl.float32)
     beta_c = tl.load(beta_ptr + c, mask=c < C, other=0.0).to(tl.float32)
@@ -190,11 +292,7 @@ def slab_gradient(
     weight_c, bias_c = affine(gamma_ptr, beta_ptr, scale_ptr, shift_ptr, n, slab, K * CG, SCALE_ROW, SHIFT_ROW, BLOCK_C)
     # from x once more instead of from memory: it is here anyway
     mean_c, rstd_c = statistics(x, kept, HW, CG, K, KP, EPS, PIECES)
-    # Centring 16-bit elements is left to the coefficients: two additions fewer an element, and what fp32 then loses by
-    # a mean far from zero is a thousandth of what the elements themselves lost.
-    centre_c = mean_c
-    if x[0].dtype.primitive_bitwidth == 16:
-        centre_c = tl.full((BLOCK_C,), 0, tl.float32)
+    centre_c = centre(mean_c, x[0].dtype.primitive_bitwidth)
     slope_c = weight_c * rstd_c
     bias_c += (centre_c - mean_c) * slope_c
     first_pc = tl.full((BLOCK_P, BLOCK_C), 0, tl.float32)
@@ -222,8 +320,8 @@ def slab_gradient(
 @triton.jit
 def _coefficients(first_c, second_c, weight_c, rstd_c, COUNT: tl.constexpr, CG: tl.constexpr, KP: tl.constexpr):
     """(a, b, d) of dx = a g - b (x - mean) - d."""
-    s1_c = to_channels(to_groups(first_c * weight_c, CG, KP), CG, first_c.shape[0])
-    s2_c = to_channels(to_groups(second_c * weight_c, CG, KP), CG, first_c.shape[0])
+    s1_c = to_channels(to_groups(first_c * weight_c, 0, CG, KP), 0, CG, first_c.shape[0])
+    s2_c = to_channels(to_groups(second_c * weight_c, 0, CG, KP), 0, CG, first_c.shape[0])
     return weight_c * rstd_c, rstd_c * rstd_c * s2_c / COUNT, rstd_c * s1_c / COUNT
 
 

@@ -18,17 +18,9 @@ import struct
 import triton
 import triton.language as tl
 
-from ridgeline.kernels._group_norm_silu import (
-    affine,
-    after,
-    drop,
-    keep_scale,
-    place,
-    random_stream,
-    statistics,
-    tile_at,
-)
-from ridgeline.kernels._nhwc import activate
+from ridgeline.kernels._group_norm_silu import affine, centre, place, statistics, tile_at, widening
+from ridgeline.kernels._group_norm_silu_dropout import drop, keep_scale, random_stream
+from ridgeline.kernels._nhwc import activate, wait_for_predecessor
 from ridgeline.kernels._op import INTERPRETED
 from ridgeline.kernels._quads import store_quads
 from ridgeline.kernels._quantize_fp8 import FORMATS, observe, record, to_fp8
@@ -101,6 +93,8 @@ def _quantizing() -> str:
 
 _QUANTIZING = tl.constexpr(_quantizing())
 _QUANTIZING_REGISTERS = tl.constexpr(",".join(["=r"] * 4 + ["f"] * 24 + ["r"] * 2))
+_AFTER_BYTES = tl.constexpr(widening(words=2, done_words=1))
+_AFTER_BYTES_REGISTERS = tl.constexpr("=f,=f,=f,=f,r,r,r")
 # PTX of `weave`: words $0-3 of the bytes $4-7
 _WEAVING = tl.constexpr(
     """{
@@ -123,9 +117,10 @@ def forward_fp8_kernel(
     counts_ptr, row,
     HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr, W: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y in FP8, and its quads where there are `words`, from a slab in registers; records in `row` of what is seen."""
+    wait_for_predecessor(PDL)
     WIDTH: tl.constexpr = K * CG
     QUARTERS: tl.constexpr = 1 if words_ptr is None else 4
     Q: tl.constexpr = HW // QUARTERS
@@ -139,14 +134,11 @@ def forward_fp8_kernel(
     fp8_scale = tl.load(fp8_scale_ptr + row)
     weight_c, bias_c = affine(gamma_ptr, beta_ptr, scale_ptr, shift_ptr, n, slab, WIDTH, SCALE_ROW, SHIFT_ROW, BLOCK_C)
     # it counts pixels piece by piece, which is right in any order: quarters have whole pieces
-    mean_c, rstd_c = statistics(x, x, HW, CG, K, KP, EPS, PIECES)
+    mean_c, rstd_c = statistics(x, x, HW, CG, K, KP, EPS, PIECES, DROPPED > 0)
     c = tl.arange(0, BLOCK_C)
     # what lies beyond the slab has no variance either, and must be seen as zero
     slope_c = tl.where(c < WIDTH, weight_c * rstd_c, 0.0)
-    # as in the backward: what fp32 loses by a mean far from zero is a thousandth of what 16-bit elements have lost
-    centre_c = mean_c
-    if x[0].dtype.primitive_bitwidth == 16:
-        centre_c = tl.full((BLOCK_C,), 0, tl.float32)
+    centre_c = centre(mean_c, x[0].dtype.primitive_bitwidth)
     bias_c += (centre_c - mean_c) * slope_c
     seen = nothing_seen(BLOCK_P, BLOCK_C)
     done_pc = tl.full((BLOCK_P, BLOCK_C), 0, tl.uint8)
@@ -155,7 +147,7 @@ def forward_fp8_kernel(
         for i in tl.static_range(QUARTERS):
             first = i * Q + block * BLOCK_P
             at_pc, inside_pc = tile_at(n, slab, first, HW, C, WIDTH, BLOCK_P, BLOCK_C)
-            centred_pc = after_bytes(x[block * QUARTERS + i], done_pc) - centre_c[None, :]
+            centred_pc = after_bytes(x[block * QUARTERS + i], done_pc, DROPPED > 0) - centre_c[None, :]
             y_pc = activate(centred_pc * slope_c[None, :] + bias_c[None, :], ACT) * keep_scale(DROPPED)
             if first + BLOCK_P > HW:
                 y_pc = tl.where(inside_pc, y_pc, 0.0)
@@ -237,9 +229,9 @@ def weave(a, b, c, d):
 
 
 @triton.jit
-def after_bytes(x_pc, done_pc):
+def after_bytes(x_pc, done_pc, DRAWING: tl.constexpr):
     """`after`, where what is done is a block of uint8."""
-    if _IN_ASSEMBLY and x_pc.dtype == tl.bfloat16:
+    if _IN_ASSEMBLY and x_pc.dtype == tl.bfloat16 and DRAWING:
         wide_pc = tl.inline_asm_elementwise(
             """{
             .reg .b32 z, low, high;
@@ -253,6 +245,27 @@ def after_bytes(x_pc, done_pc):
             }""",
             "=f,=f,=f,=f,r,r,r", [x_pc, done_pc], dtype=tl.float32, is_pure=False, pack=4,
         )  # fmt: skip
+    elif _IN_ASSEMBLY and x_pc.dtype == tl.bfloat16:
+        wide_pc = tl.inline_asm_elementwise(
+            _AFTER_BYTES, _AFTER_BYTES_REGISTERS, [x_pc, done_pc], dtype=tl.float32, is_pure=False, pack=4
+        )
+    elif _IN_ASSEMBLY and x_pc.dtype == tl.float16:
+        wide_pc = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 z, first, second;
+            .reg .b16 low, high;
+            mov.u32 z, %ctaid.z;
+            lop3.b32 first, $4, $6, z, 0x78;
+            lop3.b32 second, $5, $6, z, 0x78;
+            mov.b32 {low, high}, first;
+            cvt.f32.f16 $0, low;
+            cvt.f32.f16 $1, high;
+            mov.b32 {low, high}, second;
+            cvt.f32.f16 $2, low;
+            cvt.f32.f16 $3, high;
+            }""",
+            "=f,=f,=f,=f,r,r,r", [x_pc, done_pc], dtype=tl.float32, is_pure=False, pack=4,
+        )  # fmt: skip
     else:
-        wide_pc = after(x_pc, x_pc)
+        wide_pc = x_pc.to(tl.float32)
     return wide_pc

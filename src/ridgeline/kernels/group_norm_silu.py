@@ -16,8 +16,9 @@ layout, dtype or choice.
 
 One program holds whole groups of one sample in registers, takes the mean, then the variance of what is centred, and
 writes: each element is read once and written once. Where a sample's share does not fit, a first kernel takes mean and
-squares of parts, and a second combines them and reads x again. Dropout's mask is stored nowhere: it is a function of
-(seed, offset, position), see `drop`. For the backward pass x alone is kept: see group_norm_silu_backward.py.
+squares of parts, and a second combines them and reads x again, or one kernel does both, slab by slab. Dropout's mask is
+stored nowhere: it is a function of (seed, offset, position), see `drop`. For the backward pass x alone is kept: see
+group_norm_silu_backward.py.
 
 Groups of 4 channels are 8 bytes of a pixel in bf16, but memory moves 32 at a time: a slab has several groups. Predicted
 for 128 channels at 32², batch 128, bf16, on an H200: 67 MB, 15.7 µs at the rate of a copy, 85 % of it reached.
@@ -35,18 +36,19 @@ from ridgeline.cost import Cost
 from ridgeline.cost.norm import TRAIN_FLOPS
 from ridgeline.kernels import group_norm_silu_backward
 from ridgeline.kernels._conv import FLOATS
-from ridgeline.kernels._group_norm_silu import apply_kernel, forward_kernel
+from ridgeline.kernels._group_norm_silu import apply_kernel, forward_again_kernel, forward_kernel
 from ridgeline.kernels._group_norm_silu_call import (
     UNET_MAPS,
+    BoundedLaunch,
     Call,
     Config,
     default_config,
     norm_sample,
     proposals,
-    scaled_mask,
     statistics_launch,
 )
-from ridgeline.kernels._nhwc import next_power_of_2
+from ridgeline.kernels._group_norm_silu_dropout import scaled_mask
+from ridgeline.kernels._nhwc import starts_early
 from ridgeline.kernels._op import (
     Autograd,
     LastLaunch,
@@ -123,15 +125,21 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
         call.refuse(f"{config} is not valid for {call.groups} groups of {tuple(call.x.shape)} on {target.arch}")
     y = torch.empty_like(call.x, memory_format=torch.channels_last)
     maps: dict[str, Tensor | None] = {"x_ptr": call.x, **call.parameters(), "y_ptr": y}
-    constants = {**config.constants(call), **call.constants()}
-    options: dict[str, Any] = {"grid": (config.programs(call),), "num_warps": config.num_warps, "num_stages": 1}
+    pdl = starts_early(target)
+    constants = {**config.constants(call), **call.constants(), "PDL": pdl}
+    options: dict[str, Any] = {
+        "grid": (config.programs(call),), "num_warps": config.num_warps, "num_stages": 1, "pdl": pdl
+    }  # fmt: skip
+    if config.again:
+        return Launch(forward_again_kernel, arguments=maps, constants=constants, output=y, **options)
     if config.whole(call):
-        return Launch(forward_kernel, arguments=maps, constants=constants, output=y, **options)
-    first = statistics_launch(call, config)
+        options["max_registers"] = config.max_registers(call)
+        return BoundedLaunch(forward_kernel, arguments=maps, constants=constants, output=y, **options)
+    first = statistics_launch(call, config, pdl=pdl)
     return LastLaunch(
         apply_kernel,
         arguments={**maps, "partial_ptr": first.output},
-        constants={**constants, "PARTS_P": next_power_of_2(config.parts(call))},
+        constants=constants,
         output=y,
         before=(first,),
         **options,

@@ -15,8 +15,9 @@ Accumulates in fp32; no atomics, so equal calls give equal bits. Raises ValueErr
 Mean, 1/deviation, the activation's argument and dropout's mask come again from x, gamma, beta, scale, shift, seed and
 offset: where a slab of x and one of dy fit a program's registers that costs no byte, and the forward saves nothing but
 its inputs. Bytes are then x and dy read once, dx written once (and the residual, if any). Where they do not fit, x is
-read three times, dy twice. Predicted for 128 channels at 32², batch 128, bf16, on an H200: 101 MB, 23.5 µs at the rate
-of a copy, 80 % of it reached: two programs of 64 KB share a multiprocessor.
+read three times, dy twice: by three launches, or by one whose programs find their slabs in a cache again. Predicted for
+128 channels at 32², batch 128, bf16, on an H200: 101 MB, 23.5 µs at the rate of a copy, 80 % of it reached: two
+programs of 64 KB share a multiprocessor.
 
 Not in `kernels.ALL`, whose ops return one tensor; `tuning.tune` takes it nevertheless, and times what makes dx.
 """
@@ -34,6 +35,7 @@ from ridgeline.cost import Cost
 from ridgeline.cost.norm import BACKWARD_FLOPS
 from ridgeline.kernels._conv import FLOATS
 from ridgeline.kernels._group_norm_silu_backward import (
+    backward_again_kernel,
     backward_apply_kernel,
     backward_kernel,
     backward_sums_kernel,
@@ -47,10 +49,10 @@ from ridgeline.kernels._group_norm_silu_call import (
     default_config,
     gradient_sample,
     proposals,
-    scaled_mask,
     statistics_launch,
 )
-from ridgeline.kernels._nhwc import cdiv, next_power_of_2
+from ridgeline.kernels._group_norm_silu_dropout import scaled_mask
+from ridgeline.kernels._nhwc import cdiv, starts_early
 from ridgeline.kernels._op import (
     LastLaunch,
     Launch,
@@ -168,24 +170,23 @@ def plan(
         call.refuse(f"{config} is not valid for {call.groups} groups of {tuple(call.x.shape)} on {target.arch}")
     n, c = call.x.shape[:2]
     dx = torch.empty_like(call.x, memory_format=torch.channels_last)
-    rows = 3 if sum_dx and config.whole(call) else 2
+    rows = 2 if config.launches(call) or not sum_dx else 3
     sums = torch.empty((n, config.parts(call), rows, c), dtype=torch.float32, device=call.x.device)
     common: dict[str, Tensor | None] = {"dy_ptr": call.dy, "x_ptr": call.x, **call.parameters(), "sums_ptr": sums}
     last = {"residual_ptr": call.residual, "dx_ptr": dx}
-    constants = {**config.constants(call), **call.constants()}
-    options: dict[str, Any] = {"grid": (config.programs(call),), "num_warps": config.num_warps, "num_stages": 1}
-    if config.whole(call):
+    pdl = starts_early(target)
+    constants = {**config.constants(call), **call.constants(), "PDL": pdl}
+    options: dict[str, Any] = {
+        "grid": (config.programs(call),), "num_warps": config.num_warps, "num_stages": 1, "pdl": pdl
+    }  # fmt: skip
+    if not config.launches(call):
         constants["ROWS"] = rows
         one: dict[str, Any] = {"arguments": {**common, **last}, "constants": constants, "output": dx, **options}
-        if not call.p:
-            return Launch(backward_kernel, **one)
-        # left alone, the compiler draws all random bits first, in 168 registers: one program a multiprocessor. Bound to
-        # 128 it spills 8 to 24 bytes, and two fit.
-        bound = min(config.registers(call) + 64, 65_536 // (32 * config.num_warps), 255)
-        return BoundedLaunch(backward_kernel, **one, max_registers=bound)
-    first = statistics_launch(call, config)
-    common["partial_ptr"] = first.output
-    constants["PARTS_P"] = next_power_of_2(config.parts(call))
+        if config.again:
+            return Launch(backward_again_kernel, **one)
+        return BoundedLaunch(backward_kernel, **one, max_registers=config.max_registers(call))
+    first = statistics_launch(call, config, pdl=pdl)
+    common |= {"partial_ptr": first.output, "products_ptr": torch.empty_like(first.output)}
     second = Launch(backward_sums_kernel, arguments=common, constants=constants, output=sums, **options)
     return LastLaunch(
         backward_apply_kernel,
@@ -280,8 +281,9 @@ def parameters_launch(
         },
         constants={
             "C": c, "PARTS": parts, "ROWS": rows, "SCALE_ROW": call.constants()["SCALE_ROW"],
-            "BLOCK_N": _BLOCK_N, "BLOCK_C": _BLOCK_C,
+            "BLOCK_N": _BLOCK_N, "BLOCK_C": _BLOCK_C, "PDL": launch.pdl,
         },
+        pdl=launch.pdl,
         num_warps=4,
         num_stages=1,
         output=dgamma,

@@ -21,11 +21,10 @@ Registered as an operator that changes nothing, for it runs inside of compiled g
 else's: only `DelayedScaling.update_` reads them, once a step, outside. There are no gradients: who places it in a graph
 has the backward as a node of its own.
 
-Predicted for 128 channels at 32², batch 128, bf16, on an H200: 33.6 MB read, 16.8 and 26.2 written, 77 MB where
-group_norm_silu alone moves 67, and quantize_fp8 behind it as many again: 17.9 µs at the rate of a copy, in which 30
-instructions an element could be issued; it has 24 of them, 21 without quads, and with dropout 37. Three programs of
-32 KB of x share a multiprocessor, as in bf16. Of a pixel such a slab writes 16 bytes, half of what memory writes at a
-time: the other half, of its neighbour, must come while L2 still holds the first. `candidates` has wider slabs.
+For 128 channels at 32², batch 128, bf16, 33.6 MB are read, 16.8 and 26.2 written: 77 MB where group_norm_silu alone
+moves 67, and quantize_fp8 behind it as many again. At the rate of a copy that is 17.9 µs on an H200, in which 30
+instructions an element could be issued; it has 20 of them, 17 without quads, and with dropout 33. Measured there: 33.7
+µs with a slab of 32 channels, 51.3 with one of 16, for memory writes 32 bytes of a pixel at a time.
 
 Not in `kernels.ALL`, whose ops return one tensor; `tuning.tune` takes it nevertheless, and times all of it.
 """
@@ -45,7 +44,7 @@ from ridgeline.kernels._group_norm_silu_call import UNET_MAPS, BoundedLaunch, Ca
 from ridgeline.kernels._group_norm_silu_call import Config as Slab
 from ridgeline.kernels._group_norm_silu_call import default_config as default_slab
 from ridgeline.kernels._group_norm_silu_fp8 import PACK, forward_fp8_kernel
-from ridgeline.kernels._nhwc import cdiv, next_power_of_2
+from ridgeline.kernels._nhwc import cdiv, next_power_of_2, starts_early
 from ridgeline.kernels._op import (
     Launch,
     Launcher,
@@ -65,10 +64,14 @@ from ridgeline.kernels.quantize_fp8 import quantized
 
 _FORMAT = "e4m3"
 _WARPS = (1, 2, 4, 8, 16)
-_SLAB_REGISTERS = 32  # of x a thread, so that three programs of eight warps share a multiprocessor
-_MOST_REGISTERS = 64  # likewise two, or one of sixteen
-_BOUNDS = {_SLAB_REGISTERS: 80, _MOST_REGISTERS: 128}  # registers in all with so many of x, for that
+_PREFERRED_WARPS = (4, 8, 16, 2, 1)
+_MOST_REGISTERS = 64  # of x a thread, so that sixteen warps share a multiprocessor
 _MOST_BYTES = _WARPS[-1] * 32 * _MOST_REGISTERS * 4  # of x in a slab
+# Registers beside those of x with which nothing is spilled. With fewer, more programs fit, and take longer: measured on
+# an H200 with 64 of x and no dropout, 112 and 128 in all 33.6 µs, 96 36.5, 80 47.9.
+_WORKING, _DRAWING = 48, 8  # the latter with dropout
+_REGISTERS, _MOST_WARPS = 65_536, 64  # of a multiprocessor
+_ROW_BYTES = 32  # the unit in which memory is written: a slab's share of a pixel should fill it
 
 
 @dataclass(frozen=True)
@@ -123,15 +126,26 @@ class Config:
     def pieces(self, call: Call, quads: bool) -> int:
         return 4 * (call.pixels // 4 // self.rows(call)) if quads else cdiv(call.pixels, self.rows(call))
 
+    def programs(self, call: Call) -> int:
+        return call.x.shape[0] * (call.groups // self.groups)
+
     def registers(self, call: Call, quads: bool) -> int:
         """What a thread's share of x takes."""
         return self.pieces(call, quads) * PACK * call.x.element_size() // 4
 
+    def max_registers(self, call: Call, quads: bool) -> int:
+        """All that a thread may take where as many programs share a multiprocessor as fit without spilling."""
+        needed = self.registers(call, quads) + _WORKING + (_DRAWING if call.p else 0)
+        warps = min(_REGISTERS // (32 * needed), _MOST_WARPS) // self.num_warps * self.num_warps
+        return min(_REGISTERS // (32 * warps) // 8 * 8, 255)  # they are given in eights
+
 
 def default_config(call: Call, quads: bool, target: Target) -> Config | None:
-    """Groups as group_norm_silu takes them, or more where pieces would not divide a quarter; None where nothing fits.
+    """The widest slab of whole _ROW_BYTES a pixel that four warps hold and every multiprocessor gets three of.
 
-    As few warps as hold x in _SLAB_REGISTERS; where that takes sixteen, half as many with twice the registers.
+    Of eight warps, sixteen, two or one where there is no such slab of four, and the narrowest where all are too few.
+    Where none has whole _ROW_BYTES, groups as group_norm_silu takes them, or more where pieces would not divide a
+    quarter. None where nothing fits.
     """
     pixels = next_power_of_2(call.pixels)
     if pixels * next_power_of_2(call.group_channels) * call.x.element_size() > _MOST_BYTES:
@@ -139,12 +153,21 @@ def default_config(call: Call, quads: bool, target: Target) -> Config | None:
     slab = default_slab(call, target)
     if not slab.whole(call):
         return None
-    for groups in (k for k in range(slab.groups, call.groups + 1) if call.groups % k == 0):
-        valid = [c for warps in _WARPS if (c := Config(groups, warps)).is_valid(call, quads)]
-        roomy = [c for c in valid if c.registers(call, quads) <= _SLAB_REGISTERS and c.num_warps < _WARPS[-1]]
-        if valid:
-            return (roomy or valid)[0]
-    return None
+    wider = [k for k in range(slab.groups, call.groups + 1) if call.groups % k == 0]
+    filling = [k for k in range(1, call.groups + 1) if call.groups % k == 0 and _fills_rows(call, k)]
+    by_warps = [_valid(call, quads, filling, warps) for warps in _PREFERRED_WARPS]
+    busy = [[c for c in valid if c.programs(call) >= 3 * target.sm_count] for valid in by_warps]
+    narrowest = [_valid(call, quads, [k], warps) for k in wider for warps in _WARPS]
+    best = [valid[-1:] for valid in busy] + by_warps + narrowest
+    return next((valid[0] for valid in best if valid), None)
+
+
+def _fills_rows(call: Call, groups: int) -> bool:
+    return groups * call.group_channels % _ROW_BYTES == 0
+
+
+def _valid(call: Call, quads: bool, widths: list[int], num_warps: int) -> list[Config]:
+    return [config for k in widths if (config := Config(k, num_warps)).is_valid(call, quads)]
 
 
 def fits(x: Tensor, groups: int, *, quads: bool) -> bool:
@@ -235,7 +258,7 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
     tiling = config.slab(call).constants(call)
     constants = {**tiling, "BLOCK_P": config.rows(call), "PIECES": config.pieces(call, call.quads), "W": w}
     launch: dict[str, Any] = {
-        "grid": (n * (call.groups // config.groups),),
+        "grid": (config.programs(call),),
         "arguments": {
             "x_ptr": call.x,
             **call.parameters(),
@@ -248,15 +271,14 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
             "counts_ptr": call.counts,
             "row": call.row,
         },
-        "constants": {**constants, **call.constants()},
+        "constants": {**constants, **call.constants(), "PDL": starts_early(target)},
         "num_warps": config.num_warps,
         "num_stages": 1,
         "output": y,
+        "pdl": starts_early(target),
     }
-    # left alone, the compiler draws random bits early and keeps words of quads, in up to 128 registers: two programs.
-    # Bound to 80 it spills up to 48 bytes where x is bf16, and three fit.
-    held = config.registers(call, call.quads)
-    bound = next(registers for most, registers in _BOUNDS.items() if held <= most)
+    # left alone, the compiler draws random bits early, in up to 255 registers
+    bound = config.max_registers(call, call.quads)
     return BoundedLaunch(forward_fp8_kernel, **launch, max_registers=bound)
 
 
