@@ -14,18 +14,16 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 
 from ridgeline import tuned
-from ridgeline.compiler import lower
 from ridgeline.cost import Cost
 from ridgeline.errors import EnvironmentUnusable
-from ridgeline.kernels import conv2d_act, conv_chain, detect_topk
+from ridgeline.kernels import conv_chain
 from ridgeline.kernels._op import RIVAL, LastLaunch, Launch, nearest_first
 from ridgeline.precompile import precompile
-from ridgeline.recipe import Recipe
 from ridgeline.timing import Timing
-from ridgeline.tuning import WIDTH, Backend, problems_of, tune, tune_all
+from ridgeline.tuning import WIDTH, Backend, tune, tune_all
 
 GPU = "NVIDIA Test"
 
@@ -286,6 +284,23 @@ def test_many_ops_share_the_compilers_and_each_kernel_is_compiled_once():
     assert seen == [(1, 2), (2, 2)]
 
 
+def test_a_stage_begins_when_the_tables_have_the_one_before():
+    """Its problems may depend on them; the total then grows, and the budget is one for all."""
+    lab, seen = Lab(), []
+
+    def second() -> Iterator[tuple[Any, dict[str, Any]]]:
+        known = tuned.load("toy", GPU, tuned.source_hash(Path(__file__))).rows
+        yield from ((toy(), problem(50 + n)) for n in range(len(known)))
+
+    rows = tune_all([(toy(), problem())], second(), backend=lab.backend, progress=lambda *a: seen.append(a))
+    assert [row.key for row in rows] == ["40", "50"]
+    assert seen == [(1, 1, rows[0]), (2, 2, rows[1])]
+    assert lab.compiled == [1, 1]
+    slow = replace(lab.backend, measure=lambda calls, repeats: time.sleep(0.3) or lab.measure(calls, repeats))
+    rows = tune_all([(toy(), problem(60))], [(toy(), problem(70))], backend=slow, budget_s=0.25)
+    assert [row.key for row in rows] == ["60"]
+
+
 def test_every_kernel_of_a_launch_is_compiled():
     """Three last launches; before them one that two configs share, and one that does not compile."""
 
@@ -355,8 +370,8 @@ def test_a_row_that_does_not_fit_the_config_is_tuned_anew():
 
 def test_the_budget_ends_between_two_problems(caplog):
     lab = Lab()
-    slow = replace(lab.backend, measure=lambda calls, repeats: time.sleep(0.1) or lab.measure(calls, repeats))
-    rows = tune(toy(), [problem(), problem(50)], backend=slow, budget_s=0.05)
+    slow = replace(lab.backend, measure=lambda calls, repeats: time.sleep(0.3) or lab.measure(calls, repeats))
+    rows = tune(toy(), [problem(), problem(50)], backend=slow, budget_s=0.25)
     assert [row.key for row in rows] == ["40"]
     assert looked_up(rows[0]) is not None
     assert "ended after 1 of 2 problems" in caplog.text
@@ -373,42 +388,6 @@ def test_an_output_that_is_also_an_input_is_restored_for_each_candidate():
 def test_problems_on_no_gpu_are_refused():
     with pytest.raises(EnvironmentUnusable, match="must be on a GPU, got cpu"):
         tune(toy(), [problem()])
-
-
-def test_the_problems_of_a_network_are_its_kernel_calls():
-    """Weights are the network's own, maps have its strides, and a map that is two arguments is one tensor."""
-    shortcut = nn.Conv2d(8, 8, 3, padding=1)
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = shortcut
-            self.act = nn.SiLU()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.act(self.conv(x))
-
-    graph_module, _ = lower(Net().eval(), [torch.randn(1, 8, 6, 6)], Recipe(dtype="fp32"))
-    ((op, arguments),) = problems_of(graph_module)
-    assert op is conv2d_act.OP
-    assert arguments["x"] is arguments["residual"]
-    assert arguments["x"].is_contiguous(memory_format=torch.channels_last)
-    assert arguments["x"].std() > 0.5
-    assert torch.equal(arguments["weight"], shortcut.weight)
-    assert "x 1x8x6x6" in op.key(**arguments)
-
-
-def test_detections_are_tuned_on_logits_like_a_detectors():
-    """With the strides of the graph's maps; on normal noise half of all scores would be above 0.5."""
-    given = detect_topk.SAMPLES[0].arguments(torch.float32, "cpu")
-    given["logits_p3"] = torch.zeros(1, 8, 8, 4).contiguous(memory_format=torch.channels_last)[:, 2:7]
-    assert detect_topk.OP.launcher.typical is not None
-    made = detect_topk.OP.launcher.typical(**given)
-    assert made.keys() == given.keys()
-    assert all(made[name] is given[name] for name in given if not name.startswith("logits"))
-    for name in ("logits_p3", "logits_p4", "logits_p5"):
-        assert made[name].shape == given[name].shape and made[name].stride() == given[name].stride()
-        assert made[name].mean() < -10
 
 
 @pytest.mark.gpu

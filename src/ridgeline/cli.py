@@ -254,7 +254,8 @@ def _add_verify(verbs: argparse._SubParsersAction) -> None:
 
 def _add_tune(verbs: argparse._SubParsersAction) -> None:
     p = _verb(verbs, "tune", tune, "search kernel configs for a model on this GPU, once, into the user's tables")
-    p.add_argument("model", metavar="MODEL", help="yolo26n|s|m|l|x, ddpm, package.module:callable or file.py:callable")
+    what = "yolo26n|s|m|l|x, ddpm (its training step, norms last), package.module:callable or file.py:callable"
+    p.add_argument("model", metavar="MODEL", help=what)
     p.add_argument(
         "--dtype", choices=("fp16", "bf16", "fp32", "fp8"), help="default fp16, for ddpm bf16; fp8 for ddpm alone"
     )

@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 from ridgeline import saved, tuned, tuning
 from ridgeline.compile_report import CompileReport, GraphReport, input_spec
 from ridgeline.errors import EnvironmentUnusable, NotEngaged, UsageError, VerificationFailed
-from ridgeline.kernels import ALL, ATTENTION, FP8, PASSES, UPSAMPLED, Op
+from ridgeline.kernels import ALL, ATTENTION, FP8, NORMS, PASSES, UPSAMPLED
+from ridgeline.launches import problems_of
 from ridgeline.lowering import cast as cast
 from ridgeline.lowering import lower as lower
 from ridgeline.recipe import Recipe
@@ -171,12 +172,12 @@ def tune(
     """
     examples = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     recipe = recipe or Recipe()
-    problems: list[tuple[Op, dict[str, Any]]] = []
+    problems: list[tuning.Problem] = []
     # a chain is used only where it was seen to be faster than its parts, so both are measured
     apart = replace(recipe, rewrites=tuple(name for name in recipe.rewrites if name != "fuse_conv_chain"))
     for fused, explore in dict.fromkeys(((recipe, "pairs"), (recipe, "chains"), (apart, "chains"))):
         graph_module, _ = lower(module, examples, fused, explore=explore)
-        problems += tuning.problems_of(graph_module)
+        problems += problems_of(graph_module, ALL)
     return tuning.tune_all(problems, width=width, budget_s=budget_s, force=force, progress=progress)
 
 
@@ -189,7 +190,7 @@ def on_gpu(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[nn.Module, tupl
 
 def source_hashes() -> dict[str, str]:
     """The hash that rows of each op must carry to be used."""
-    return {op.name: op.source_hash for op in (*ALL, *ATTENTION, *PASSES, *UPSAMPLED, *FP8)}
+    return {op.name: op.source_hash for op in (*ALL, *ATTENTION, *PASSES, *UPSAMPLED, *FP8, *NORMS)}
 
 
 def _signature(inputs: Sequence[Tensor]) -> tuple:

@@ -1,10 +1,14 @@
-"""The kernel launches that a graph will make: counted on any machine, compiled in parallel on a GPU."""
+"""The kernel launches that a graph will make: counted on any machine, compiled in parallel on a GPU.
+
+And the problems to tune them on.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +19,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.node import map_arg
 from triton.errors import TritonError
 
-from ridgeline.kernels import BY_TRAINING_OVERLOAD
+from ridgeline.kernels import BY_TRAINING_OVERLOAD, TUNED_AS, Op
 
 
 def planned(node: fx.Node, device: torch.device | str) -> tuple[Any, ...]:
@@ -26,11 +30,21 @@ def planned(node: fx.Node, device: torch.device | str) -> tuple[Any, ...]:
 
 def arguments_of(node: fx.Node, device: torch.device | str) -> dict[str, Any]:
     """The arguments of a call by name, with uninitialised tensors like its own."""
-    names = [argument.name for argument in node.target._schema.arguments]  # pyright: ignore
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    # one tensor for a node that is two arguments
-    like = {source: _stand_in(source.meta["val"], device) for source in node.all_input_nodes}
-    return {name: map_arg(value, like.__getitem__) for name, value in given.items()}
+    return _arguments(node, lambda source: _stand_in(source.meta["val"], device))
+
+
+def problems_of(graph_module: fx.GraphModule, ops: Sequence[Op]) -> Iterator[tuple[Op, dict[str, Any]]]:
+    """Every call of one of `ops` in a graph, with arguments to tune it on; of a form of one, as a call of that op.
+
+    Weights are the graph's own; other tensors are normal data with the layout and device that the graph records, or
+    what the op says is typical.
+    """
+    for node in kernel_calls(graph_module):
+        called = BY_TRAINING_OVERLOAD[node.target]  # pyright: ignore[reportArgumentType]
+        op = TUNED_AS.get(called, called)
+        if op in ops:
+            arguments = _arguments(node, lambda source: _tensor_of(graph_module, source))
+            yield op, arguments if op.launcher.typical is None else op.launcher.typical(**arguments)
 
 
 def kernel_calls(graph_module: fx.GraphModule) -> Iterator[fx.Node]:
@@ -62,6 +76,26 @@ def _compile_each(graph_module: fx.GraphModule, device: torch.device) -> None:
         with contextlib.suppress(TritonError, RuntimeError, SystemError):
             for launch in planned(node, device):
                 launch.kernel.warmup(**launch.arguments, **launch.constants, **launch.options, grid=launch.grid)
+
+
+def _arguments(node: fx.Node, tensor_of: Callable[[fx.Node], Tensor]) -> dict[str, Any]:
+    names = [argument.name for argument in node.target._schema.arguments]  # pyright: ignore
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    # one tensor for a node that is two arguments
+    made = {source: tensor_of(source) for source in node.all_input_nodes}
+    return {name: map_arg(value, made.__getitem__) for name, value in given.items()}
+
+
+def _tensor_of(graph_module: fx.GraphModule, node: fx.Node) -> Tensor:
+    if node.op == "get_attr":
+        return operator.attrgetter(str(node.target))(graph_module).detach()
+    tensor = _stand_in(node.meta["val"], node.meta["val"].device)
+    generator = torch.Generator(tensor.device).manual_seed(0)
+    return (
+        tensor.normal_(generator=generator)
+        if tensor.is_floating_point()
+        else tensor.random_(0, 256, generator=generator)
+    )
 
 
 def _stand_in(fake: Tensor, device: torch.device | str) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from ridgeline.train_rewrites import (
     fuse_attention,
     fuse_bias_gradient,
     fuse_quantize,
+    fuse_residual_add,
+    overlap_weight_gradients,
     use_convolutions,
     use_fp8,
 )
@@ -28,30 +31,75 @@ _AFTER_FP8 = "use_convolutions"  # takes what FP8 leaves
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
-def inductor(mode: str, watch: Callable[[fx.GraphModule], None] | None = None) -> Compiler:
+def inductor(
+    mode: str,
+    watch: Callable[[fx.GraphModule], None] | None = None,
+    overlapped: Callable[[int], None] | None = None,
+) -> Compiler:
     """Inductor, as torch.compile's `mode` sets it up; `watch` sees each aten graph that it is given, before.
 
+    With `overlapped`, which is told how many, weight gradients run beside the rest: `overlap_weight_gradients`.
+
     Maps in FP8 are quantised by the kernels that make them, where those can: `fuse_quantize`. Norms sum the gradients
-    of the biases before them: `fuse_bias_gradient`. On a GPU this project's kernels are compiled first, in parallel.
+    of the biases before them: `fuse_bias_gradient`. Convolutions add residual maps: `fuse_residual_add`. On a GPU this
+    project's kernels are compiled first, in parallel.
     """
+
+    def finish(aten_module: fx.GraphModule, given: Sequence[Any], **options: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        if watch is not None:
+            watch(aten_module)
+        if (gpu := _gpu_of(given)) is not None:
+            compile_kernels(aten_module, gpu)
+        if overlapped is not None and options.get("is_backward"):
+            overlapped(overlap_weight_gradients.apply(aten_module))
+        return compile_fx_inner(aten_module, given, **options)
+
+    return _by_aten_graphs(mode, finish, {} if overlapped is None else overlap_weight_gradients.INDUCTOR)
+
+
+def only_watched(mode: str, watch: Callable[[fx.GraphModule], None]) -> Compiler:
+    """`inductor` up to where `watch` sees the aten graphs, forward and backward at once; compiles and runs nothing."""
+
+    def finish(aten_module: fx.GraphModule, _given: Sequence[Any], **_options: Any) -> Any:
+        watch(aten_module)
+        return aten_module.forward
+
+    to_aten = _by_aten_graphs(mode, finish)
+
+    def compiler(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        from torch._functorch import config
+
+        # else a backward graph would wait for the first gradient
+        with config.patch(force_non_lazy_backward_lowering=True):
+            return to_aten(graph_module, inputs)
+
+    return compiler
+
+
+def _by_aten_graphs(
+    mode: str, finish: Callable[..., Any], choices: Mapping[str, Any] = MappingProxyType({})
+) -> Compiler:
+    """AOTAutograd as Inductor sets it up; `finish` gets the aten graphs, fused, in Inductor's place."""
 
     def compiler(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         # seconds to import, which steps that are not compiled need not wait for
-        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+        from torch._functorch import config
+        from torch._inductor.compile_fx import compile_fx
 
-        def compile_watched(aten_module: fx.GraphModule, given: Sequence[Any], **options: Any) -> Any:
+        def fused(aten_module: fx.GraphModule, given: Sequence[Any], **options: Any) -> Any:
             fuse_quantize.apply(aten_module)
             fuse_bias_gradient.apply(aten_module)
-            if watch is not None:
-                watch(aten_module)
-            if (gpu := _gpu_of(given)) is not None:
-                compile_kernels(aten_module, gpu)
-            return compile_fx_inner(aten_module, given, **options)
+            fuse_residual_add.apply(aten_module)
+            return finish(aten_module, given, **options)
 
         patches = {} if mode == "default" else torch._inductor.list_mode_options(mode)
-        return compile_fx(  # pyright: ignore[reportReturnType]
-            graph_module, inputs, inner_compile=compile_watched, config_patches=patches
-        )
+        # graphs that are in AOTAutograd's cache would not be seen; those in Inductor's are
+        with config.patch(enable_autograd_cache=False):
+            return compile_fx(  # pyright: ignore[reportReturnType]
+                graph_module, inputs, inner_compile=fused, config_patches={**patches, **choices}
+            )
 
     return compiler
 

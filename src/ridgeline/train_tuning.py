@@ -1,11 +1,13 @@
-"""Tune the kernels that a training step would use, for the user's tables: its convolutions and attentions, every pass.
+"""Tune the kernels that a training step would use, for the user's tables: convolutions, attentions and norms.
 
-For a step in FP8 those of its linear layers too, as the 1x1 convolutions that they then are.
+For a step in FP8 its linear layers too, as the 1x1 convolutions that they then are. Norms come last: which of them
+quantise depends on the convolutions that run in FP8, and that on the tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -14,7 +16,12 @@ from torch import Tensor, fx, nn
 
 from ridgeline import tuned, tuning
 from ridgeline.errors import EnvironmentUnusable
+from ridgeline.fp8_step import Fp8Step, paying_passes
+from ridgeline.kernels import NORMS
+from ridgeline.launches import problems_of
 from ridgeline.step_recipe import DTYPES, StepRecipe
+from ridgeline.step_state import Snapshot, flatten, rebuild
+from ridgeline.train_backend import TrainBackend, only_watched
 from ridgeline.train_rewrites import BY_NAME, fp8_linears, fp8_passes, fp8_prices
 from ridgeline.train_rewrites._match import copied
 from ridgeline.train_rewrites.fuse_attention import Attention, attentions_of
@@ -38,8 +45,11 @@ def tune_step(
 ) -> tuple[tuned.Row, ...]:
     """Time every pass of every distinct convolution and attention of `loss(model, batch)` beside PyTorch's own kernel.
 
-    With a recipe in FP8, those in FP8 too. The loss is computed once, without gradients kept. Choices are those of
-    `tuning.tune_all`. Raises EnvironmentUnusable where the model is on no GPU, or on one that has no kernels in FP8.
+    With a recipe in FP8, those in FP8 too. Then the norms of the step as it would be compiled with these rows. The loss
+    is computed twice, uncompiled, without gradients kept; parameters, buffers and random generators are afterwards as
+    before. Choices are those of `tuning.tune_all`; norms join the total of `progress` when all else is tuned. Raises
+    EnvironmentUnusable where the model is on no GPU, or on one that has no kernels in FP8, UsageError for a batch that
+    `compile_step` does not take.
     """
     device = next(model.parameters()).device
     if device.type != "cuda":
@@ -54,7 +64,8 @@ def tune_step(
         # upsampled ones have no FP8 kernel
         fp8 = (one for one in found if type(one) is Convolution and fp8_passes.takes(one))
         problems = chain(problems, chain.from_iterable(map(fp8_prices.problems, fp8)))
-    return tuning.tune_all(problems, width=width, budget_s=budget_s, force=force, progress=progress)
+    norms = norm_problems(model, loss, batch, recipe)
+    return tuning.tune_all(problems, norms, width=width, budget_s=budget_s, force=force, progress=progress)
 
 
 def convolutions(
@@ -86,8 +97,78 @@ def tunable(
         # what runs is the user's own
         return graph_module.forward
 
-    device = next(model.parameters()).device
-    compiled = torch.compile(loss, dynamic=False, backend=collect)
-    with torch.enable_grad(), torch.autocast(device.type, DTYPES[recipe.dtype], enabled=recipe.dtype != "fp32"):
-        compiled(model, batch)
+    with _as_in_a_step(model, loss, recipe):
+        _compute(model, loss, batch, recipe, collect)
     return tuple(found)
+
+
+def norm_problems(
+    model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Any, recipe: StepRecipe
+) -> Iterator[tuning.Problem]:
+    """Every norm, forward and backward, of the graphs that Inductor would be given by the tables as they are then.
+
+    One that quantises has the FP8 state of one tensor, whose scale is 1: such a call its rows are filed under.
+    """
+    device = next(model.parameters()).device
+    layers = None
+    if recipe.fp8 != "never":
+        choose = fp8_passes.chosen_passes if recipe.fp8 == "always" else paying_passes
+        layers = Fp8Step(device, choose=choose, passes=recipe.fp8_passes)
+    graphs: list[fx.GraphModule] = []
+    backend = TrainBackend(recipe.rewrites, only_watched(recipe.compile_mode, graphs.append), fp8=layers)
+
+    def collect(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        backend(copied(graph_module), inputs)
+        return graph_module.forward
+
+    with _as_in_a_step(model, loss, recipe):
+        if layers is not None:
+            layers.open_(model.named_parameters())
+        _compute(model, loss, batch, recipe, collect)
+    for op, arguments in chain.from_iterable(problems_of(graph, NORMS) for graph in graphs):
+        yield op, {**arguments, **_state_of_one(device)} if "fp8_scale" in arguments else arguments
+
+
+def _state_of_one(device: torch.device) -> dict[str, Any]:
+    seen = {"amax": torch.zeros(1, device=device), "counts": torch.zeros((1, 3), dtype=torch.int64, device=device)}
+    return {"fp8_scale": torch.ones(1, device=device), **seen, "row": 0}
+
+
+def _compute(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Tensor],
+    batch: Any,
+    recipe: StepRecipe,
+    collect: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]],
+) -> None:
+    """Compute the loss as a step does; `collect` gets dynamo's graphs, and returns what runs in their place."""
+    device = next(model.parameters()).device
+    leaves, structure = flatten(batch)
+    placed = rebuild(structure, (_laid_out(leaf.to(device), recipe) for leaf in leaves))
+    compiled = torch.compile(loss, dynamic=False, backend=collect)
+    autocast = torch.autocast(device.type, DTYPES[recipe.dtype], enabled=recipe.dtype != "fp32")
+    with torch.enable_grad(), autocast:
+        compiled(model, placed)
+
+
+@contextmanager
+def _as_in_a_step(model: nn.Module, loss: object, recipe: StepRecipe) -> Iterator[None]:
+    """Weights and buffers lie as a step lays them out; afterwards they, and random generators, are as before."""
+    modules = [model, *([loss] if isinstance(loss, nn.Module) else [])]
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    snapshot = Snapshot(tensors, next(model.parameters()).device, recipe.generators)
+    memory = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers())]
+    try:
+        for tensor, data in memory:
+            tensor.data = _laid_out(data, recipe)
+        yield
+    finally:
+        for tensor, data in memory:
+            tensor.data = data
+        snapshot.restore_()
+
+
+def _laid_out(tensor: Tensor, recipe: StepRecipe) -> Tensor:
+    """In the layout of the recipe."""
+    wanted = recipe.channels_last and tensor.dim() == 4
+    return tensor.contiguous(memory_format=torch.channels_last) if wanted else tensor

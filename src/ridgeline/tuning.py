@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-import operator
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -23,15 +22,13 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor, fx
-from torch.fx.node import map_arg
+from torch import Tensor
 from triton.errors import TritonError
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
 from ridgeline import tuned
 from ridgeline.cudagraph import capture
 from ridgeline.errors import EnvironmentUnusable
-from ridgeline.kernels import BY_OVERLOAD
 from ridgeline.kernels._op import RIVAL, Launch, Op, Target, computed_in, dtype_name, target_of
 from ridgeline.numerics import TF32_EPS, compare, to_float64
 from ridgeline.precompile import precompile, request
@@ -48,6 +45,7 @@ _SCREEN_REPEATS, _FINAL_REPEATS = 7, 31
 _FINALISTS = 4
 
 Call = Callable[[], object]
+Problem = tuple[Op, Mapping[str, Any]]
 Progress = Callable[[int, int, Row], None]
 
 
@@ -66,8 +64,7 @@ def tune(op: Op, problems: Iterable[Mapping[str, Any]], **choices: Any) -> tuple
 
 
 def tune_all(
-    problems: Iterable[tuple[Op, Mapping[str, Any]]],
-    *,
+    *stages: Iterable[Problem],
     width: int | None = WIDTH,
     budget_s: float | None = None,
     jobs: int | None = None,
@@ -77,80 +74,44 @@ def tune_all(
 ) -> tuple[Row, ...]:
     """The best config for each distinct problem of each op; new ones are in the user's table when this returns.
 
-    problems    an op and its arguments, on a GPU; an `out` among them is overwritten
+    stages      of problems, an op and its arguments each, on a GPU; an `out` among them is overwritten. The problems of
+                a stage are asked for when the tables have those of the stages before
     width       candidates to try beside the default, the likeliest; None: all that an op proposes
     budget_s    wall time after which no further problem is begun; what was tuned by then stays
     jobs        compilers at a time; None: one less than the processor's cores
     force       time every candidate again; otherwise only those that the table has no time for, beside its winner
-    progress    called as progress(done, total, row)
+    progress    called as progress(done, total, row); the total is that of the stages so far
 
-    One call for many ops is faster than one call an op: the compilers start once, and compile for the next problems
-    while the GPU times the present one. Raises EnvironmentUnusable for problems that are on no GPU, or when the GPU or
-    the compilers stop working.
+    One stage for many ops is faster than one an op: the compilers start once, and compile for the next problems while
+    the GPU times the present one. Raises EnvironmentUnusable for problems that are on no GPU, or when the GPU or the
+    compilers stop working.
     """
     backend = backend or Backend(precompile, _measure, _device_name)
-    works: dict[tuple[str, ...], _Work] = {}
-    for op, arguments in problems:
-        place = _place(op, arguments, backend.device)
-        if (op.name, *place) not in works:
-            works[op.name, *place] = _work(op, arguments, place, width, force=force)
-    # what several candidates launch is compiled once
-    requests = tuple(dict.fromkeys(text for work in works.values() for text in work.texts))
+    jobs = jobs or max(1, len(os.sched_getaffinity(0)) - 1)
     alarm = threading.Timer(budget_s or 0, lambda: None)
     alarm.daemon = True
-    rows = []
+    rows: list[Row] = []
+    total = 0
     if budget_s is not None:
         alarm.start()
-    with closing(backend.compile(requests, jobs or max(1, len(os.sched_getaffinity(0)) - 1))) as outcomes:
-        answers: dict[str, str | None] = {}
-        for work in works.values():
-            if alarm.finished.is_set():
-                _log.warning("the budget of %g s ended after %d of %d problems", budget_s, len(rows), len(works))
-                break
-            row = work.known
-            if work.configs:
-                while not answers.keys() >= set(work.texts):
-                    answers[requests[len(answers)]] = next(outcomes)
-                row = _tune_one(work, answers, backend)
+    for problems in stages:
+        before = total
+        with closing(_in_turn(problems, jobs, backend, width, force=force)) as turns:
+            for works, work, answers in turns:
+                total = before + works
+                if alarm.finished.is_set():
+                    _log.warning("the budget of %g s ended after %d of %d problems", budget_s, len(rows), total)
+                    return tuple(rows)
+                row = _tune_one(work, answers, backend) if work.configs else work.known
                 if row is None:
                     continue
-                tuned.merge([row])
-            assert row is not None
-            rows.append(row)
-            if progress is not None:
-                progress(len(rows), len(works), row)
+                if row is not work.known:
+                    tuned.merge([row])
+                rows.append(row)
+                if progress is not None:
+                    progress(len(rows), total, row)
     alarm.cancel()
     return tuple(rows)
-
-
-def problems_of(graph_module: fx.GraphModule) -> Iterator[tuple[Op, dict[str, Any]]]:
-    """Every call of a ridgeline op in a lowered graph, with arguments to tune it on.
-
-    Weights are the graph's own; other tensors are normal data with the layout and device that the graph records, or
-    what the op says is typical.
-    """
-    for node in graph_module.graph.nodes:
-        if node.op == "call_function" and node.target in BY_OVERLOAD:
-            names = [argument.name for argument in node.target._schema.arguments]
-            given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-            # one tensor for a node that is two arguments
-            made = {value: _tensor_of(graph_module, value) for value in node.all_input_nodes}
-            op = BY_OVERLOAD[node.target]
-            arguments = {name: map_arg(value, made.__getitem__) for name, value in given.items()}
-            yield op, arguments if op.launcher.typical is None else op.launcher.typical(**arguments)
-
-
-def _tensor_of(graph_module: fx.GraphModule, node: fx.Node) -> Tensor:
-    if node.op == "get_attr":
-        return operator.attrgetter(str(node.target))(graph_module).detach()
-    fake = node.meta["val"]
-    tensor = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
-    generator = torch.Generator(fake.device).manual_seed(0)
-    return (
-        tensor.normal_(generator=generator)
-        if fake.dtype.is_floating_point
-        else tensor.random_(0, 256, generator=generator)
-    )
 
 
 # --- one problem -------------------------------------------------------------------------------------------------
@@ -175,6 +136,25 @@ class _Work:
         return chain.from_iterable(self.requests.values())
 
 
+def _in_turn(
+    problems: Iterable[Problem], jobs: int, backend: Backend, width: int | None, *, force: bool
+) -> Generator[tuple[int, _Work, Mapping[str, str | None]], None, None]:
+    """How many distinct problems there are, one of them when its requests are answered, and all answers so far."""
+    works: dict[tuple[str, ...], _Work] = {}
+    for op, arguments in problems:
+        place = _place(op, arguments, backend.device)
+        if (op.name, *place) not in works:
+            works[op.name, *place] = _work(op, arguments, place, width, force=force)
+    # what several candidates launch is compiled once
+    requests = tuple(dict.fromkeys(text for work in works.values() for text in work.texts))
+    answers: dict[str, str | None] = {}
+    with closing(backend.compile(requests, jobs)) as outcomes:
+        for work in works.values():
+            while not answers.keys() >= set(work.texts):
+                answers[requests[len(answers)]] = next(outcomes)
+            yield len(works), work, answers
+
+
 def _place(op: Op, arguments: Mapping[str, Any], device: Callable[[Tensor], str]) -> tuple[str, str, str]:
     x = computed_in(arguments)
     return device(x), dtype_name(x.dtype), op.key(**arguments)
@@ -195,7 +175,7 @@ def _work(
     configs = op.launcher.candidates(target=target, **arguments)[: None if width is None else 1 + width]
     device, dtype, key = place
     known = None if force else tuned.load(op.name, device, op.source_hash).row(dtype, key)
-    winner = None if known is None else tuned.build(type(configs[0]), known.config)
+    winner = None if known is None else tuned.build(_kind(configs, known), known.config)
     if known is not None and winner is not None:
         new = tuple(config for config in configs if _tag(config) not in known.tried)
         configs = (winner, *new) if new else ()
@@ -208,6 +188,12 @@ def _work(
         except ValueError as error:  # a config may suit some of the problems only
             refused[_tag(config)] = str(error)
     return _Work(op, arguments, place, target, known, configs, requests, refused)
+
+
+def _kind(configs: Sequence[Any], row: Row) -> type:
+    """Of several kinds of configs the one that a row has, by its fields."""
+    alike = (type(config) for config in configs if _values(config).keys() == row.config.keys())
+    return next(alike, type(configs[0]))
 
 
 def _tune_one(work: _Work, answers: Mapping[str, str | None], backend: Backend) -> Row | None:

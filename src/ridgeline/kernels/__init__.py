@@ -1,7 +1,7 @@
 """Kernels with their meaning and cost. Tests, benchmarks and `ridgeline sass` follow `ALL`: what a graph may export.
 
 `PASSES` and `UPSAMPLED`, for sm_90 alone, and `FP8` are convolutions of training, `ATTENTION` its attention: in no
-exported graph.
+exported graph. `NORMS` are its norms, of which such a graph has the first alone.
 """
 
 from ridgeline.errors import UsageError
@@ -51,18 +51,23 @@ PASSES = (conv2d_fprop.OP, conv2d_dgrad.OP, conv2d_wgrad.OP)
 ATTENTION = (attention_packed.OP, attention_packed_backward.OP)
 UPSAMPLED = (upsample_conv2d.OP, upsample_conv2d_dgrad.OP, upsample_conv2d_wgrad.OP)
 FP8 = (conv2d_fp8.OP, conv2d_wgrad_fp8.OP)
+NORMS = (
+    group_norm_silu.OP,
+    group_norm_silu_backward.OP,
+    group_norm_silu_fp8.OP,
+    group_norm_silu_backward_fp8.OP,
+)
+# forms of an op that read its table
+TUNED_AS = {
+    group_norm_silu_backward.SUMMED_OP: group_norm_silu_backward.OP,
+    group_norm_silu_backward_fp8.SUMMED_OP: group_norm_silu_backward_fp8.OP,
+}
 
 # the op behind a graph node's target, whether it returns its result or writes it
 BY_OVERLOAD = {overload: op for op in ALL for overload in (op.overload, op.into) if overload is not None}
 # likewise in the graphs of a training step
-_NORMS = (
-    group_norm_silu_backward.OP,
-    group_norm_silu_backward.SUMMED_OP,
-    group_norm_silu_fp8.OP,
-    group_norm_silu_backward_fp8.OP,
-)
 BY_TRAINING_OVERLOAD = BY_OVERLOAD | {
-    op.overload: op for op in (*PASSES, *ATTENTION, *UPSAMPLED, *FP8, *_NORMS, quantize_fp8.OP)
+    op.overload: op for op in (*PASSES, *ATTENTION, *UPSAMPLED, *FP8, *NORMS, *TUNED_AS, quantize_fp8.OP)
 }
 
 
