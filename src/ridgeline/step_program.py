@@ -28,6 +28,7 @@ from ridgeline.optimizer_kernel import OnePass, one_pass
 from ridgeline.step_recipe import DTYPES, StepRecipe
 from ridgeline.step_state import Snapshot, Structure, Watched, micro_batches, rebuild
 from ridgeline.train_backend import TrainBackend, inductor
+from ridgeline.train_rewrites import fuse_residual_add
 from ridgeline.train_rewrites.fp8_passes import chosen_passes
 from ridgeline.weight_copies import WeightCopies, norm_in_fp32
 
@@ -89,7 +90,8 @@ class StepProgram:
             "rule": recipe.fp8_scaling, "limits": recipe.fp8_limits, "passes": recipe.fp8_passes
         }  # fmt: skip
         self.fp8 = Fp8Step(self.device, wanted=wanted, choose=choose, **rules)
-        compiler = inductor(recipe.compile_mode, self._see)
+        moved = (lambda n: self.backend.sites.update(overlap_weight_gradients=n)) if recipe.side_stream else None
+        compiler = inductor(recipe.compile_mode, self._see, moved)
         self.backend = TrainBackend(recipe.rewrites, compiler, self.copies, self.fp8 if wanted else None)
         self._compiled: tuple[Any, Loss] | None = None
         self.settle_()
@@ -334,6 +336,7 @@ class StepProgram:
         """Look at a graph that a compiler is given."""
         self.layouts.see(graph_module)
         self.fp8.see(graph_module)
+        self.backend.sites["fuse_residual_add"] += fuse_residual_add.residuals(graph_module)
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         return norm_in_fp32(gradients) if len(self.copies) else get_total_norm(gradients, foreach=True)

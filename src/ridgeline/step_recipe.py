@@ -32,6 +32,8 @@ class StepRecipe:
     max_graphs        graphs kept, one a batch shape and mode; further shapes run eagerly
     scale             of the loss in fp16
     rewrites          of the compiled graph, by name (train_rewrites.PIPELINE); they take channels-last maps
+    side_stream       weight gradients of small layers of a compiled channels-last step run beside the rest of the
+                      backward, in memory that is given to nothing else meanwhile
     optimizer_kernel  clip, AdamW and average in one pass (kernels/adamw_ema): "auto" where a GPU has fp32 weights in
                       torch.optim.AdamW, "always" or NotEngaged, "never"
     weight_copies     that pass keeps bf16 copies of weights, so that a compiled bf16 step casts none and leaves their
@@ -53,6 +55,7 @@ class StepRecipe:
     max_graphs: int = 4
     scale: ScaleRule = field(default_factory=ScaleRule)
     rewrites: tuple[str, ...] = ()
+    side_stream: bool = False
     optimizer_kernel: str = "auto"
     weight_copies: str = "never"
     fp8: str = "never"
@@ -74,6 +77,8 @@ class StepRecipe:
             raise UsageError(f"recipe: max_graphs must be at least 1, got {self.max_graphs}")
         if self.require and not self.capture:
             raise UsageError("recipe: require=True asks for the graph that capture=False forbids: drop one of them")
+        if self.side_stream and not self.channels_last:
+            raise UsageError("recipe: side_stream=True needs channels_last=True: other gradients are copied too early")
         if self.fp8 != "never":
             self._check_fp8()
 

@@ -52,6 +52,7 @@ class Rung:
     one_pass: bool = False  # clip, AdamW and average in one kernel
     rewrites: tuple[str, ...] = ()  # of the compiled graph
     weight_copies: bool = False  # in bf16, written by the one pass
+    side_stream: bool = False  # for weight gradients of small layers
     fp8: tuple[str, ...] = ()  # passes of convolutions in FP8, where they pay
 
 
@@ -134,6 +135,15 @@ RUNGS = (
         one_pass=True,
         rewrites=_OWN,
         weight_copies=True,
+    ),
+    Rung(
+        "side-stream",
+        "weight gradients of small layers beside the rest of the backward",
+        graph="step",
+        one_pass=True,
+        rewrites=_OWN,
+        weight_copies=True,
+        side_stream=True,
     ),
     Rung(
         "own-fp8",
@@ -261,6 +271,7 @@ def _captured(
         compile=rung.compiled,
         channels_last=rung.channels_last,
         rewrites=rung.rewrites,
+        side_stream=rung.side_stream,
         optimizer_kernel="always" if rung.one_pass else "never",
         weight_copies="always" if rung.weight_copies else "never",
         fp8="auto" if rung.fp8 else "never",
@@ -271,6 +282,8 @@ def _captured(
     for name in rung.rewrites:
         if not step.report.rewrites.get(name):
             raise NotEngaged(f"rung {rung.name}: the rewrite {name} found nothing to change in the step")
+    if rung.side_stream and not step.report.rewrites.get("overlap_weight_gradients"):
+        raise NotEngaged(f"rung {rung.name}: no weight gradient could run beside the rest of the backward")
     if rung.fp8 and not step.report.rewrites.get("use_fp8"):
         raise NotEngaged(f"rung {rung.name}: {'; '.join(step.report.fp8)}")
     return step
