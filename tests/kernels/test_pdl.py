@@ -59,6 +59,7 @@ class Reader:
     dependent: set[str]  # names made from pointers to what another kernel wrote
     waited: bool = False
     violations: list[str] = field(default_factory=list)
+    within: tuple[Any, ...] = ()  # helpers, the outermost first
 
     def block(self, statements: list[ast.stmt]) -> None:
         for statement in statements:
@@ -110,7 +111,7 @@ class Reader:
             self.report(node, "writes before the wait: its predecessor may still read what is there")
         elif not self.waited and name in READS and self.dependent & _names(_source(node)):
             self.report(node, "reads what its predecessor writes before the wait")
-        elif hasattr(self.scope.get(name), "fn") and name not in READ_NOTHING:
+        elif hasattr(self.scope.get(name), "fn") and name not in READ_NOTHING and self.scope[name] not in self.within:
             self.follow(node, self.scope[name])
 
     def follow(self, call: ast.Call, helper: Any) -> None:
@@ -119,7 +120,7 @@ class Reader:
         names = [argument.arg for argument in function.args.args]
         given = {**dict(zip(names, call.args, strict=False)), **{k.arg: k.value for k in call.keywords if k.arg}}
         dependent = {name for name, value in given.items() if self.dependent & _names(value)}
-        inner = Reader(helper.fn.__globals__, dependent, self.waited)
+        inner = Reader(helper.fn.__globals__, dependent, self.waited, within=(*self.within, helper))
         # a helper may return before the wait: that is not the kernel's end
         inner.block([s for s in function.body if not isinstance(s, ast.Return)])
         for last in function.body:

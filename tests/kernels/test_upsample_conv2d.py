@@ -50,7 +50,9 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 
 
 def phases_of(weight):
-    launch = phase_weights(phase_weights_kernel, weight.to(DEVICE).contiguous(memory_format=torch.channels_last))
+    launch = phase_weights(
+        phase_weights_kernel, weight.to(DEVICE).contiguous(memory_format=torch.channels_last), typical_target("sm_90")
+    )
     launch.run()
     return launch.output.flatten(2).cpu()
 
@@ -61,7 +63,7 @@ def turned_back(sums):
     parts, k, _, c = sums.shape
     dw = torch.full((k, 9, c), float("nan"), device=DEVICE)
     arguments = {"parts_ptr": sums, "dw_ptr": dw, "numel": dw.numel()}
-    numbers = {"C": c, "PARTS": parts, "AT_ONCE": 2, "BLOCK": 1024}
+    numbers = {"C": c, "PARTS": parts, "AT_ONCE": 2, "BLOCK": 1024, "PDL": False}
     Launch(phase_gradients_kernel, (-(-dw.numel() // 1024),), arguments, numbers, 4, 1, dw).run()
     return dw.cpu()
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ridgeline.kernels._nhwc import wait_for_predecessor
+
 # Columns of the tables. One row of `settings` and `scalars` a tensor, one row of `chunks` a program: 64 bytes each.
 SETTINGS = ("step", "lr", "weight_decay", "beta1", "beta2", "eps", "max_norm", "")  # addresses, then float64 bits
 SCALARS = (
@@ -24,12 +26,13 @@ _CHUNKS = tl.constexpr(len(CHUNKS))
 @triton.jit
 def scalars_kernel(
     settings_ptr, scalars_ptr, norm_ptr, found_inf_ptr, inverse_scale_ptr, average_decay_ptr, updates_ptr, tensors,
-    CLIP: tl.constexpr, WARMUP: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    CLIP: tl.constexpr, WARMUP: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Count the step and write each tensor's scalars; one program, because it also counts the average's updates.
 
     In float64: 1 - beta2^step loses four digits in fp32 at the first steps, and 1 - beta2 two digits at every step.
     """
+    wait_for_predecessor(PDL)
     applied = 1.0
     if found_inf_ptr is not None:
         applied = tl.where(tl.load(found_inf_ptr) == 0.0, 1.0, 0.0)
@@ -89,9 +92,10 @@ def scalars_kernel(
 @triton.jit
 def update_kernel(
     chunks_ptr, gradients_ptr, scalars_ptr,
-    GRADIENTS: tl.constexpr, AVERAGE: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr,
+    GRADIENTS: tl.constexpr, AVERAGE: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one tensor."""
+    wait_for_predecessor(PDL)
     row = chunks_ptr + tl.program_id(0) * _CHUNKS  # 2^28 programs fit int32: more elements than any GPU holds
     tensor = tl.load(row + 5)
     count = tl.load(row + 7).to(tl.int32)

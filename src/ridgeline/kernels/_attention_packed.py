@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ridgeline.kernels._nhwc import wait_for_predecessor
 from ridgeline.kernels._op import INTERPRETED
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -26,9 +27,10 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 def attention_packed_kernel(
     qkv_ptr, out_ptr, lse_ptr, images,
     T: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr,
-    TAIL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    TAIL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One block of queries walks over the keys with the online softmax."""
+    wait_for_predecessor(PDL)
     blocks: tl.constexpr = (GROUP * T + BLOCK_Q - 1) // BLOCK_Q
     program, head, image = place(blocks, HEADS, GROUP)
     rows = tl.minimum(images - image, GROUP) * T
@@ -66,9 +68,10 @@ def attention_packed_kernel(
 def attention_packed_backward_kernel(
     dout_ptr, qkv_ptr, out_ptr, lse_ptr, dqkv_ptr, images,
     T: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr,
-    TAIL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    TAIL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Where one block has all queries, a program makes dq, dk and dv; elsewhere dq, or dk and dv, by its number."""
+    wait_for_predecessor(PDL)
     q_blocks: tl.constexpr = (GROUP * T + BLOCK_Q - 1) // BLOCK_Q
     k_blocks: tl.constexpr = (GROUP * T + BLOCK_K - 1) // BLOCK_K
     if q_blocks == 1:

@@ -26,6 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ridgeline.kernels._nhwc import wait_for_predecessor
+
 
 @gluon.jit
 def conv2d_wgrad_gluon_kernel(
@@ -34,7 +36,7 @@ def conv2d_wgrad_gluon_kernel(
     C: gl.constexpr, K: gl.constexpr, R: gl.constexpr, S: gl.constexpr, TOP: gl.constexpr, LEFT: gl.constexpr,
     PARTS: gl.constexpr, PHASES: gl.constexpr, STRIDE: gl.constexpr,
     BOX_N: gl.constexpr, BOX_H: gl.constexpr, BOX_W: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_C: gl.constexpr,
-    TAPS: gl.constexpr, STAGES: gl.constexpr,
+    TAPS: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     a = gl.allocate_shared_memory(dy_desc.dtype, [STAGES] + dy_desc.block_type.shape, dy_desc.layout)  # noqa: RUF005
     b = gl.allocate_shared_memory(x_desc.dtype, [STAGES * TAPS] + x_desc.block_type.shape, x_desc.layout)  # noqa: RUF005
@@ -47,6 +49,8 @@ def conv2d_wgrad_gluon_kernel(
     down = gl.cdiv(H, BOX_H)
     across = gl.cdiv(W, BOX_W)
     boxes = gl.cdiv(images, BOX_N) * down * across
+    # the other partition begins when this one lets it
+    wait_for_predecessor(PDL)
     gl.warp_specialize(
         [
             (_multiply, (parts_ptr, a, b, full, empty, boxes, C, K, R * S, PARTS, BLOCK_K, BLOCK_C, TAPS, STAGES)),
@@ -161,8 +165,11 @@ def _multiply(
 
 
 @triton.jit
-def wgrad_parts_kernel(parts_ptr, dw_ptr, numel, PARTS: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):
+def wgrad_parts_kernel(
+    parts_ptr, dw_ptr, numel, PARTS: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """dw = the sum of parts [PARTS, numel] fp32, rounded once; always in the same order, AT_ONCE loaded together."""
+    wait_for_predecessor(PDL)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (at < numel)[None, :]
     part = tl.arange(0, AT_ONCE)[:, None]

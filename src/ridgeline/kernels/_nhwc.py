@@ -151,6 +151,11 @@ def conv_sample(
     return Sample(why, arguments, real_size)
 
 
+def starts_early(target: Target) -> bool:
+    """Whether a training kernel is launched while its predecessor runs, see `wait_for_predecessor`."""
+    return not INTERPRETED and int(target.arch.removeprefix("sm_")) >= 90
+
+
 @triton.jit
 def wait_for_predecessor(PDL: tl.constexpr):
     """Everything that reads what another kernel wrote, and every write, stands below this call, on every path.

@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ridgeline.kernels._nhwc import wait_for_predecessor
 from ridgeline.kernels._op import INTERPRETED
 from ridgeline.kernels._quads import store_quads
 
@@ -64,9 +65,10 @@ _OVERFLOW = tl.constexpr(1 << 16)  # both counts share a word: a program takes f
 @triton.jit(do_not_specialize=["row"])
 def quantize_fp8_kernel(
     x_ptr, scale_ptr, y_ptr, amax_ptr, counts_ptr, row, pixels, x_pitch,
-    C: tl.constexpr, FORMAT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+    C: tl.constexpr, FORMAT: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile, read once in four parts: y, and what was observed, into one row of the state."""
+    wait_for_predecessor(PDL)
     first, c = _tile(C, BLOCK_P, BLOCK_C)
     j = tl.arange(0, BLOCK_P // 4)
     scale = tl.load(scale_ptr + row)
@@ -88,9 +90,10 @@ def quantize_fp8_kernel(
 def quantize_quads_kernel(
     x_ptr, scale_ptr, y_ptr, amax_ptr, counts_ptr, row, words_ptr, images, x_pitch,
     C: tl.constexpr, QUARTER: tl.constexpr, W: tl.constexpr, FORMAT: tl.constexpr,
-    BESIDE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+    BESIDE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same pixels of each quarter of a map, QUARTER pixels, read once: y, its quads, and what was observed."""
+    wait_for_predecessor(PDL)
     program = tl.program_id(0)
     tiles_c: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     tiles_j: tl.constexpr = (QUARTER + BLOCK_P // 4 - 1) // (BLOCK_P // 4)
@@ -130,9 +133,11 @@ def _quantize(
 
 @triton.jit
 def amax_fp8_kernel(
-    x_ptr, amax_ptr, pixels, x_pitch, C: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr
+    x_ptr, amax_ptr, pixels, x_pitch,
+    C: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The largest magnitude alone, for a scale that is computed before anything is quantised."""
+    wait_for_predecessor(PDL)
     first, c = _tile(C, BLOCK_P, BLOCK_C)
     p = tl.arange(0, BLOCK_P)
     inside = (p < pixels - first)[:, None] & (c < C)[None, :]

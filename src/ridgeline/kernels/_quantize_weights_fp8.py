@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ridgeline.kernels._nhwc import wait_for_predecessor
 from ridgeline.kernels._quantize_fp8 import observe, record, to_fp8, to_words
 
 FORMAT = "e4m3"
@@ -25,9 +26,11 @@ _TILES = tl.constexpr(len(TILES))
 
 @triton.jit
 def quantize_weights_fp8_kernel(
-    tiles_ptr, scale_ptr, amax_ptr, counts_ptr, BF16: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr
+    tiles_ptr, scale_ptr, amax_ptr, counts_ptr,
+    BF16: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile, read once. Shape suffixes: _jc [BLOCK_K / 4 filters of one remainder, BLOCK_C], _cj the other way."""
+    wait_for_predecessor(PDL)
     tile = tiles_ptr + tl.program_id(0) * _TILES
     address = tl.load(tile)
     weight_ptr = address.to(tl.pointer_type(tl.bfloat16)) if BF16 else address.to(tl.pointer_type(tl.float32))

@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ridgeline.kernels._nhwc import wait_for_predecessor
+
 # Columns of what producers count between updates, and of what updates keep; the first three are the same.
 SEEN = ("overflows", "underflows", "elements")
 TOTALS = (*SEEN, "nonfinite", "updates")
@@ -22,9 +24,10 @@ _INFINITY_BITS = tl.constexpr(0x7F800000)
 @triton.jit
 def update_scales_kernel(
     amax_ptr, counts_ptr, largest_ptr, scale_ptr, inverse_ptr, history_ptr, peak_ptr, totals_ptr, tensors,
-    MARGIN: tl.constexpr, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,
+    MARGIN: tl.constexpr, WINDOW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Some tensors' scales from their windows; then what was seen is counted and cleared."""
+    wait_for_predecessor(PDL)
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     w = tl.arange(0, BLOCK_W)[None, :]
     there = t < tensors
@@ -63,8 +66,11 @@ def update_scales_kernel(
 
 
 @triton.jit(do_not_specialize=["tensor"])
-def refresh_scale_kernel(amax_ptr, largest_ptr, scale_ptr, inverse_ptr, tensor, MARGIN: tl.constexpr):
+def refresh_scale_kernel(
+    amax_ptr, largest_ptr, scale_ptr, inverse_ptr, tensor, MARGIN: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """One tensor's scale from the amax that was taken of it just now."""
+    wait_for_predecessor(PDL)
     bits = tl.load(amax_ptr)
     tl.debug_barrier()  # as above
     amax = bits.to(tl.float32, bitcast=True)

@@ -14,10 +14,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ridgeline.kernels._nhwc import wait_for_predecessor
+
 
 @triton.jit
-def phase_weights_kernel(weight_ptr, phases_ptr, pairs, C: tl.constexpr, BLOCK: tl.constexpr):
+def phase_weights_kernel(
+    weight_ptr, phases_ptr, pairs, C: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """V of W, summed in fp32 and rounded once; `pairs` of filter and channel, BLOCK a program."""
+    wait_for_predecessor(PDL)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < pairs
     k, c = at // C, at % C
@@ -43,11 +48,13 @@ def _of_phases(first, second, third):
 
 @triton.jit
 def phase_gradients_kernel(
-    parts_ptr, dw_ptr, numel, C: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr
-):
+    parts_ptr, dw_ptr, numel,
+    C: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """dW of the sum of parts [PARTS, K 16 C] of dV, in fp32, rounded once; always in the same order, AT_ONCE parts
     loaded together.
     """
+    wait_for_predecessor(PDL)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (at < numel)[None, :]
     c, tap, k = at % C, at // C % 9, at // (9 * C)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem
 from ridgeline.kernels._conv2d_pass import DTYPES, PHASE_GRANULE, Config, Pass, configs_of_phases, pass_of, tile_configs
-from ridgeline.kernels._nhwc import cdiv
+from ridgeline.kernels._nhwc import cdiv, starts_early
 from ridgeline.kernels._op import Launch, Target
 
 FILTER = (3, 3)
@@ -58,19 +58,21 @@ def phase_configs(one: Pass, target: Target, *, dgrad: bool) -> tuple[Config, ..
     return tile_configs(conv.k, conv.c, size, target) if dgrad else configs_of_phases(conv.c, conv.k, size, target)
 
 
-def phase_weights(kernel: Any, weight: Tensor) -> Launch:
+def phase_weights(kernel: Any, weight: Tensor, target: Target) -> Launch:
     """The launch that makes V [K, C, phases, taps of each], channels_last, of a weight; see `_upsample_conv2d`."""
     k, c = weight.shape[:2]
     shape = (k, c, PHASES, PHASE_TAPS)
     phases = torch.empty(shape, dtype=weight.dtype, device=weight.device, memory_format=torch.channels_last)
+    pdl = starts_early(target)
     return Launch(
         kernel=kernel,
         grid=(cdiv(k * c, _PAIRS),),
         arguments={"weight_ptr": weight, "phases_ptr": phases, "pairs": k * c},
-        constants={"C": c, "BLOCK": _PAIRS},
+        constants={"C": c, "BLOCK": _PAIRS, "PDL": pdl},
         num_warps=4,
         num_stages=1,
         output=phases,
+        pdl=pdl,
     )
 
 

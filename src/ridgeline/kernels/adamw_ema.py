@@ -40,8 +40,8 @@ from torch.autograd.graph import increment_version
 
 from ridgeline.cost import Cost
 from ridgeline.kernels._adamw_ema import CHUNKS, SCALARS, SETTINGS, scalars_kernel, update_kernel
-from ridgeline.kernels._nhwc import cdiv
-from ridgeline.kernels._op import Launch, check_launchable
+from ridgeline.kernels._nhwc import cdiv, starts_early
+from ridgeline.kernels._op import Launch, check_launchable, target_of
 
 _BLOCK_TENSORS = 128  # of the first kernel
 _FLOPS = 19  # of one parameter with everything, a root and a quotient among them; it is the bytes that take the time
@@ -203,7 +203,7 @@ def launches(
     for name, scalar in (("norm", norm), ("found_inf", found_inf), ("inverse_scale", inverse_scale)):
         if scalar is not None:
             _check_scalar(name, scalar, plan.chunks.device)
-    averaging = plan.averaging
+    averaging, pdl = plan.averaging, starts_early(target_of(plan.scalars))
     prepare = Launch(
         kernel=scalars_kernel,
         grid=(1,),
@@ -222,10 +222,12 @@ def launches(
             "WARMUP": averaging is not None and averaging.warmup,
             "BLOCKS": cdiv(len(plan.settings), _BLOCK_TENSORS),
             "BLOCK": _BLOCK_TENSORS,
+            "PDL": pdl,
         },
         num_warps=4,
         num_stages=1,
         output=plan.scalars,
+        pdl=pdl,
     )
     if not len(plan.chunks):
         return (prepare,)
@@ -242,10 +244,12 @@ def launches(
             "AVERAGE": averaging is not None,
             "COPY": any(_copies(group) for group in plan.groups),
             "BLOCK": plan.config.block,
+            "PDL": pdl,
         },
         num_warps=plan.config.num_warps,
         num_stages=1,
         output=plan.scalars,
+        pdl=pdl,
     )
     return prepare, update
 

@@ -43,6 +43,7 @@ from ridgeline.kernels._attention_packed_call import (
     proposals,
 )
 from ridgeline.kernels._conv import FLOATS
+from ridgeline.kernels._nhwc import starts_early
 from ridgeline.kernels._op import (
     RIVAL,
     Launch,
@@ -84,10 +85,11 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
         attention_packed_kernel,
         grid=(config.programs(call),),
         arguments={"qkv_ptr": call.qkv, "out_ptr": out, "lse_ptr": lse, "images": call.qkv.shape[0]},
-        constants=config.constants(call),
+        constants={**config.constants(call), "PDL": starts_early(target)},
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         output=out,
+        pdl=starts_early(target),
     )
 
 

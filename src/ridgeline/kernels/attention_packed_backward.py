@@ -48,6 +48,7 @@ from ridgeline.kernels._attention_packed_call import (
     scores_of,
 )
 from ridgeline.kernels._conv import FLOATS
+from ridgeline.kernels._nhwc import starts_early
 from ridgeline.kernels._op import Launch, Launcher, Op, Target, execute, register, target_of, tuned_config
 from ridgeline.timing import time_many
 
@@ -119,10 +120,11 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
             "dout_ptr": call.dout, "qkv_ptr": call.qkv, "out_ptr": call.out, "lse_ptr": call.lse,
             "dqkv_ptr": dqkv, "images": call.qkv.shape[0],
         },
-        constants=config.constants(call),
+        constants={**config.constants(call), "PDL": starts_early(target)},
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         output=dqkv,
+        pdl=starts_early(target),
     )  # fmt: skip
 
 

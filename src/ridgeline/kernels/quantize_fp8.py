@@ -40,6 +40,7 @@ from torch import Tensor
 from ridgeline.cost import Cost
 from ridgeline.kernels._conv import FLOATS
 from ridgeline.kernels._group_norm_silu_call import UNET_MAPS
+from ridgeline.kernels._nhwc import starts_early
 from ridgeline.kernels._op import (
     Launch,
     Launcher,
@@ -148,7 +149,7 @@ def plan(
     if not config.is_valid:
         refuse(f"{config} must have powers of two, 16 or more pixels and channels, and 32 or 64 elements a thread")
     pixels, c = size(x)
-    y = empty_y(x, fp8_format)
+    y, pdl = empty_y(x, fp8_format), starts_early(target_of(x))
     if quads:
         n, _, h, w = x.shape
         beside = _beside(fp8_format)
@@ -172,10 +173,11 @@ def plan(
             **of_kernel,
             "x_pitch": x_pitch(x),
         },
-        constants={"C": c, **of_map, "FORMAT": fp8_format, "BLOCK_P": tile[0], "BLOCK_C": tile[1]},
+        constants={"C": c, **of_map, "FORMAT": fp8_format, "BLOCK_P": tile[0], "BLOCK_C": tile[1], "PDL": pdl},
         num_warps=config.num_warps,
         num_stages=1,
         output=y,
+        pdl=pdl,
     )
 
 
@@ -183,14 +185,16 @@ def amax_launch(x: Tensor, amax: Tensor, *, config: Config = CONFIGS[0]) -> Laun
     """Raises `amax` to the largest magnitude of x, one read and nothing written: for scales that x itself decides."""
     check(x, "e4m3", None)
     pixels, c = size(x)
+    pdl = starts_early(target_of(x))
     return Launch(
         amax_fp8_kernel,
         grid=(config.programs(x),),
         arguments={"x_ptr": x, "amax_ptr": amax.view(torch.int32), "pixels": pixels, "x_pitch": x_pitch(x)},
-        constants={"C": c, "BLOCK_P": config.pixels, "BLOCK_C": config.width(x)},
+        constants={"C": c, "BLOCK_P": config.pixels, "BLOCK_C": config.width(x), "PDL": pdl},
         num_warps=config.num_warps,
         num_stages=1,
         output=amax,
+        pdl=pdl,
     )
 
 

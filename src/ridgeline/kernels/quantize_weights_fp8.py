@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ridgeline.cost import Cost
+from ridgeline.kernels._nhwc import starts_early
 from ridgeline.kernels._op import INTERPRETED, Launch, dtype_name, target_of
 from ridgeline.kernels._quantize_fp8 import FORMATS
 from ridgeline.kernels._quantize_fp8_call import CONFIGS, Config, check, check_rows
@@ -109,6 +110,7 @@ def quantize_(plan: Plan, scale: Tensor, amax: Tensor, counts: Tensor) -> None:
 def launch(plan: Plan, scale: Tensor, amax: Tensor, counts: Tensor) -> Launch:
     """The launch of `quantize_`. Runs nothing."""
     _check_state(plan, scale, amax, counts)
+    pdl = starts_early(target_of(scale))
     return Launch(
         quantize_weights_fp8_kernel,
         grid=(len(plan.tiles),),
@@ -122,10 +124,12 @@ def launch(plan: Plan, scale: Tensor, amax: Tensor, counts: Tensor) -> Launch:
             "BF16": plan.weights[0].dtype == torch.bfloat16,
             "BLOCK_K": plan.config.pixels,
             "BLOCK_C": plan.config.channels,
+            "PDL": pdl,
         },
         num_warps=plan.config.num_warps,
         num_stages=1,
         output=counts,
+        pdl=pdl,
     )
 
 

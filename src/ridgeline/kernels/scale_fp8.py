@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ridgeline.kernels._nhwc import cdiv, next_power_of_2
-from ridgeline.kernels._op import INTERPRETED, Launch
+from ridgeline.kernels._nhwc import cdiv, next_power_of_2, starts_early
+from ridgeline.kernels._op import INTERPRETED, Launch, target_of
 from ridgeline.kernels._scale_fp8 import LARGEST, SMALLEST, refresh_scale_kernel, update_scales_kernel
 
 _TILE = 512  # entries of windows that a program holds
@@ -85,6 +85,7 @@ def update_launch(state: State, *, margin: int) -> Launch:
     tensors, window = state.history.shape
     block_w = next_power_of_2(window)
     block_t = max(1, _TILE // block_w)
+    pdl = starts_early(target_of(state.scale))
     return Launch(
         update_scales_kernel,
         grid=(cdiv(tensors, block_t),),
@@ -93,10 +94,11 @@ def update_launch(state: State, *, margin: int) -> Launch:
             "scale_ptr": state.scale, "inverse_ptr": state.inverse, "history_ptr": state.history,
             "peak_ptr": state.peak, "totals_ptr": state.totals, "tensors": tensors,
         },
-        constants={"MARGIN": margin, "WINDOW": window, "BLOCK_T": block_t, "BLOCK_W": block_w},
+        constants={"MARGIN": margin, "WINDOW": window, "BLOCK_T": block_t, "BLOCK_W": block_w, "PDL": pdl},
         num_warps=4,
         num_stages=1,
         output=state.scale,
+        pdl=pdl,
     )  # fmt: skip
 
 
@@ -110,6 +112,7 @@ def refresh_(state: State, tensor: int, amax: Tensor, *, margin: int = 0) -> Non
 
 def refresh_launch(state: State, tensor: int, amax: Tensor, *, margin: int) -> Launch:
     """The launch of `refresh_`. Runs nothing."""
+    pdl = starts_early(target_of(state.scale))
     return Launch(
         refresh_scale_kernel,
         grid=(1,),
@@ -117,8 +120,9 @@ def refresh_launch(state: State, tensor: int, amax: Tensor, *, margin: int) -> L
             "amax_ptr": amax.view(torch.int32), "largest_ptr": state.largest, "scale_ptr": state.scale,
             "inverse_ptr": state.inverse, "tensor": tensor,
         },
-        constants={"MARGIN": margin},
+        constants={"MARGIN": margin, "PDL": pdl},
         num_warps=1,
         num_stages=1,
         output=state.scale,
+        pdl=pdl,
     )  # fmt: skip

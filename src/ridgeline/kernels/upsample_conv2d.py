@@ -86,7 +86,8 @@ def plan(
     one = _pass(x, weight)
     check(one, weight=weight, x=x)
     one.check_bias(bias, x.dtype)
-    target, phases = target or target_of(x), phase_weights(phase_weights_kernel, weight)
+    target = target or target_of(x)
+    phases = phase_weights(phase_weights_kernel, weight, target)
     product = Product(one, x, phases.output, empty_nhwc(one.y_shape, x), bias=bias, phases=True)
     if config is None:
         arguments = {"x": x, "weight": weight, "bias": bias}

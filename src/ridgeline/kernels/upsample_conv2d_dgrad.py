@@ -61,7 +61,8 @@ def plan(dy: Tensor, weight: Tensor, *, config: Config | None = None, target: Ta
     """The two launches for one call. Runs nothing."""
     one = _pass(dy, weight)
     check(one, weight=weight, dy=dy)
-    target, phases = target or target_of(dy), phase_weights(phase_weights_kernel, weight)
+    target = target or target_of(dy)
+    phases = phase_weights(phase_weights_kernel, weight, target)
     n, c, rows, columns = one.x_shape
     dx = empty_nhwc((n, c, rows // 2, columns // 2), dy)
     product = Product(one, dy, phases.output, dx, dgrad=True, phases=True)

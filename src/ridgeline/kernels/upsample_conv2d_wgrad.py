@@ -34,7 +34,7 @@ from ridgeline.kernels._conv2d_pass import (
     wgrad_configs,
 )
 from ridgeline.kernels._conv2d_wgrad_gluon import conv2d_wgrad_gluon_kernel
-from ridgeline.kernels._nhwc import cdiv, random_nhwc
+from ridgeline.kernels._nhwc import cdiv, random_nhwc, starts_early
 from ridgeline.kernels._op import LastLaunch, Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
 from ridgeline.kernels._upsample_conv2d import phase_gradients_kernel
 from ridgeline.kernels._upsample_conv2d_call import (
@@ -86,10 +86,11 @@ def plan(dy: Tensor, x: Tensor, *, config: WgradConfig | None = None, target: Ta
         kernel=phase_gradients_kernel,
         grid=(cdiv(dw.numel(), block),),
         arguments={"parts_ptr": multiply.output, "dw_ptr": dw, "numel": dw.numel()},
-        constants={"C": conv.c, "PARTS": parts, "AT_ONCE": at_once, "BLOCK": block},
+        constants={"C": conv.c, "PARTS": parts, "AT_ONCE": at_once, "BLOCK": block, "PDL": starts_early(target)},
         num_warps=4,
         num_stages=1,
         output=dw,
+        pdl=starts_early(target),
         before=(multiply,),
     )
 
