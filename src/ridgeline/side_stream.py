@@ -14,6 +14,11 @@ from torch import Tensor
 
 from ridgeline.errors import NotEngaged
 
+
+class ReadEarly(NotEngaged):
+    """What runs on the side stream was read before `join`."""
+
+
 Results = TypeVar("Results", Tensor, tuple[Tensor, ...])
 
 
@@ -47,7 +52,7 @@ def beside(call: Callable[[], Results], read: Sequence[Tensor]) -> Results:
 
 
 def join(results: Sequence[Tensor]) -> None:
-    """Let the current stream wait for what runs beside it. Raises NotEngaged unless `results` are of `beside`.
+    """Let the current stream wait for what runs beside it. Raises ReadEarly unless `results` are of `beside`.
 
     Others were made of those on the current stream, too early.
     """
@@ -58,7 +63,7 @@ def join(results: Sequence[Tensor]) -> None:
         torch.cuda.current_stream(device).wait_stream(side.stream)
     side.results.clear()
     if early:
-        raise NotEngaged(
+        raise ReadEarly(
             f"weight gradients cannot run beside the backward: torch.compile copies those of shapes {early} before it "
             f"is over: pass a recipe with side_stream=False"
         )

@@ -6,9 +6,8 @@ eagerly, on any device, and inside a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -16,49 +15,21 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import increment_version
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim import Optimizer
 
 from ridgeline.device_optimizer import DeviceOptimizer, PlainOptimizer, load_state_, portable_state, refusal
-from ridgeline.ema import Ema
 from ridgeline.errors import NotEngaged, UsageError
 from ridgeline.fp8_step import Fp8Step, paying_passes
 from ridgeline.layout_copies import LayoutWatch
 from ridgeline.loss_scale import LossScaler
 from ridgeline.optimizer_kernel import OnePass, one_pass
+from ridgeline.step_parts import Loss
+from ridgeline.step_parts import Parts as Parts
 from ridgeline.step_recipe import DTYPES, StepRecipe
 from ridgeline.step_state import Snapshot, Structure, Watched, micro_batches, rebuild
 from ridgeline.train_backend import TrainBackend, inductor
 from ridgeline.train_rewrites import fuse_residual_add
 from ridgeline.train_rewrites.fp8_passes import chosen_passes
 from ridgeline.weight_copies import WeightCopies, norm_in_fp32
-
-Loss = Callable[[Any, Any], Tensor]
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a step is made of, as the caller gave it."""
-
-    model: nn.Module
-    loss: Loss
-    optimizer: Optimizer
-    ema: Ema | None = None
-    clip: float | None = None  # largest norm of all gradients of the optimizer's parameters together
-    accumulate: int = 1
-
-    def __post_init__(self) -> None:
-        if self.clip is not None and not self.clip > 0:
-            raise UsageError(f"compile_step: clip must be a positive norm, got {self.clip}: None switches it off")
-        if isinstance(self.optimizer, torch.optim.LBFGS):
-            raise UsageError("compile_step: LBFGS evaluates the loss several times a step: use SGD, Adam or AdamW")
-        if self.accumulate < 1:
-            raise UsageError(f"compile_step: accumulate must be at least 1, got {self.accumulate}")
-        if len({tensor.device for tensor in self.model.parameters()}) != 1:
-            raise UsageError("compile_step: the model's parameters must lie on one device, move them there first")
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
 
 
 class StepProgram:
@@ -90,11 +61,19 @@ class StepProgram:
             "rule": recipe.fp8_scaling, "limits": recipe.fp8_limits, "passes": recipe.fp8_passes
         }  # fmt: skip
         self.fp8 = Fp8Step(self.device, wanted=wanted, choose=choose, **rules)
-        moved = (lambda n: self.backend.sites.update(overlap_weight_gradients=n)) if recipe.side_stream else None
-        compiler = inductor(recipe.compile_mode, self._see, moved)
-        self.backend = TrainBackend(recipe.rewrites, compiler, self.copies, self.fp8 if wanted else None)
-        self._compiled: tuple[Any, Loss] | None = None
+        self.compile_anew_(side_stream=recipe.side_stream)
         self.settle_()
+
+    def compile_anew_(self, *, side_stream: bool) -> None:
+        """Compile at the next compiled step, by a backend whose graphs dynamo has not yet."""
+
+        def moved(gradients: int) -> None:
+            self.backend.sites["overlap_weight_gradients"] += gradients
+
+        compiler = inductor(self.recipe.compile_mode, self._see, moved if side_stream else None)
+        fp8 = None if self.recipe.fp8 == "never" else self.fp8
+        self.backend = TrainBackend(self.recipe.rewrites, compiler, self.copies, fp8)
+        self._compiled: tuple[Any, Loss] | None = None
 
     def run(self, leaves: Sequence[Tensor], structure: Structure, *, compiled: bool) -> tuple[Tensor, Tensor | None]:
         """One step: (loss, norm of the gradients before clipping, None without clip), both on the device."""

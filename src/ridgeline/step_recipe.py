@@ -32,8 +32,8 @@ class StepRecipe:
     max_graphs        graphs kept, one a batch shape and mode; further shapes run eagerly
     scale             of the loss in fp16
     rewrites          of the compiled graph, by name (train_rewrites.PIPELINE); they take channels-last maps
-    side_stream       weight gradients of small layers of a compiled channels-last step run beside the rest of the
-                      backward, in memory that is given to nothing else meanwhile
+    side_stream       weight gradients of a compiled channels-last step run beside the rest of the backward, in memory
+                      that is given to nothing else meanwhile
     optimizer_kernel  clip, AdamW and average in one pass (kernels/adamw_ema): "auto" where a GPU has fp32 weights in
                       torch.optim.AdamW, "always" or NotEngaged, "never"
     weight_copies     that pass keeps bf16 copies of weights, so that a compiled bf16 step casts none and leaves their
@@ -100,7 +100,7 @@ class StepRecipe:
             )
 
 
-_BF16 = StepRecipe(channels_last=True, rewrites=tuple(BY_NAME), weight_copies="auto")
+_BF16 = StepRecipe(channels_last=True, rewrites=tuple(BY_NAME), side_stream=True, weight_copies="auto")
 
 # "writeup-5" is what PyTorch's own kernels reach in one graph; the others add ridgeline's
 NAMED = {

@@ -26,9 +26,10 @@ from ridgeline.ema import Ema
 from ridgeline.errors import NotEngaged
 from ridgeline.fp8_step import Fp8LayerState
 from ridgeline.obstacles import Finding, preflight
+from ridgeline.side_stream import ReadEarly
 from ridgeline.step_program import Loss, Parts, StepProgram
 from ridgeline.step_recipe import StepRecipe, step_recipe
-from ridgeline.step_state import Key, Structure, flatten, signature
+from ridgeline.step_state import Key, Snapshot, Structure, flatten, signature
 from ridgeline.step_verifier import StepAgreement, StepLimits, verify_steps
 
 Capture = Callable[[Callable[..., Any], Sequence[Tensor]], Captured]
@@ -274,7 +275,7 @@ class TrainStep:
         try:
             if self._compiled:
                 try:
-                    return self._capture(partial(_run, program, structure, True), leaves)
+                    return self._capture_compiled(leaves, structure, snapshot)
                 except RuntimeError as error:
                     if not _is_compile_error(error):
                         raise
@@ -288,6 +289,20 @@ class TrainStep:
         finally:
             snapshot.restore_()
             program.drop_gradients_()
+
+    def _capture_compiled(self, leaves: Sequence[Tensor], structure: Structure, snapshot: Snapshot) -> Captured:
+        """Capture the compiled step; without the side stream where its results would be read too early."""
+        assert self._capture is not None
+        program = self._program
+        try:
+            return self._capture(partial(_run, program, structure, True), leaves)
+        except ReadEarly as error:
+            if program.recipe.require:
+                raise
+            self._explain(f"the step is captured without a side stream: {error}")
+        snapshot.restore_()
+        program.compile_anew_(side_stream=False)
+        return self._capture(partial(_run, program, structure, True), leaves)
 
     def _try(self, leaves: Sequence[Tensor], structure: Structure) -> tuple[tuple[Finding, ...], str | None]:
         """Forward and backward once, watched: findings, and the host's generator that was drawn from, if one was.

@@ -5,6 +5,7 @@ pixels or a part of them. Where it goes over them tile by tile, its channels may
 tile; functions take those as slabs of COLUMN channels. Suffixes name the axes: _pc [BLOCK_P pixels, BLOCK_C channels],
 _c [BLOCK_C], _g [KP groups]. Blocks are powers of two; what lies beyond HW, WIDTH and K is masked.
 """
+
 # In a kernel a constexpr stands for its value, which the type checker cannot know.
 # pyright: reportArgumentType=false, reportAssignmentType=false
 
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ridgeline.kernels._group_norm_silu_dropout import drop, keep_scale, random_stream
-from ridgeline.kernels._nhwc import activate, wait_for_predecessor
+from ridgeline.kernels._nhwc import activate
 from ridgeline.kernels._op import INTERPRETED
 
 _IN_ASSEMBLY = tl.constexpr(not INTERPRETED)
@@ -47,10 +48,9 @@ def forward_kernel(
     x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, y_ptr,
     HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """All of it in one launch: the slab waits in registers for its own statistics."""
-    wait_for_predecessor(PDL)
     n, slab, _ = place(C, K * CG, 1)
     stream = random_stream(seed_ptr, offset_ptr)
     x = load_slab(x_ptr, n, slab, HW, C, K * CG, BLOCK_P, BLOCK_C, PIECES)
@@ -75,10 +75,9 @@ def forward_again_kernel(
     x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, y_ptr,
     HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr, TILES: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr, KP: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """All of it in one launch: each program reads its slab a second time, from a cache if few run side by side."""
-    wait_for_predecessor(PDL)
     n, slab, part = place(C, K * CG, 1)
     mean_g, squares_g = moments(x_ptr, n, slab, part, HW, C, CG, K, TILES, BLOCK_P, BLOCK_C, COLUMNS, KP)
     rstd_g = tl.rsqrt(squares_g / (HW * CG) + EPS)
@@ -92,10 +91,9 @@ def forward_again_kernel(
 def statistics_kernel(
     x_ptr, partial_ptr,
     HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, TILES: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr, KP: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """Mean and sum of squared deviations of every group in one part of a sample: partial [N, PARTS, 2, C / CG] fp32."""
-    wait_for_predecessor(PDL)
     n, slab, part = place(C, K * CG, PARTS)
     mean_g, squares_g = moments(x_ptr, n, slab, part, HW, C, CG, K, TILES, BLOCK_P, BLOCK_C, COLUMNS, KP)
     g = tl.arange(0, KP)
@@ -110,10 +108,9 @@ def apply_kernel(
     HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr,
     PARTS: tl.constexpr, TILES: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr,
-    KP: tl.constexpr, PARTS_P: tl.constexpr, PDL: tl.constexpr,
+    KP: tl.constexpr, PARTS_P: tl.constexpr,
 ):  # fmt: skip
     """y of one part of a slab, from the statistics of all parts."""
-    wait_for_predecessor(PDL)
     n, slab, part = place_backwards(C, K * CG, PARTS)
     mean_g, rstd_g = combine(partial_ptr, n, slab, HW, C, CG, K, PARTS, TILES * BLOCK_P, KP, PARTS_P, EPS)
     _apply_tiles(

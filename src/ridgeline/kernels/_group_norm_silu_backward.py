@@ -30,7 +30,6 @@ from ridgeline.kernels._group_norm_silu import (
     to_groups,
 )
 from ridgeline.kernels._group_norm_silu_dropout import drop, keep_scale, random_stream
-from ridgeline.kernels._nhwc import wait_for_predecessor
 from ridgeline.kernels._op import INTERPRETED
 
 _IN_ASSEMBLY = tl.constexpr(not INTERPRETED)
@@ -42,10 +41,8 @@ def backward_kernel(
     HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """dx of one slab and its sums [N, 1, ROWS, C] fp32, of dx too if ROWS is 3; slabs of x and dy wait in registers."""
-    wait_for_predecessor(PDL)
     n, slab, x, g, done_pc, centre_c, a_c, b_c, d_c = slab_gradient(
         dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, sums_ptr,
         HW, C, CG, K, SCALE_ROW, SHIFT_ROW, EPS, ACT, DROPPED, BLOCK_P, BLOCK_C, KP, PIECES, ROWS,
@@ -74,10 +71,9 @@ def backward_again_kernel(
     HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr,
     TILES: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr, KP: tl.constexpr,
-    ROWS: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """backward_kernel, which reads its slabs again, x twice and dy once, from a cache if few run side by side."""
-    wait_for_predecessor(PDL)
     n, slab, part = place(C, K * CG, 1)
     mean_g, squares_g = moments(x_ptr, n, slab, part, HW, C, CG, K, TILES, BLOCK_P, BLOCK_C, COLUMNS, KP)
     rstd_g = tl.rsqrt(squares_g / (HW * CG) + EPS)
@@ -100,10 +96,9 @@ def backward_sums_kernel(
     HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr,
     PARTS: tl.constexpr, TILES: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr,
-    KP: tl.constexpr, PARTS_P: tl.constexpr, PDL: tl.constexpr,
+    KP: tl.constexpr, PARTS_P: tl.constexpr,
 ):  # fmt: skip
     """Sums over a part of a slab, fp32: of channels [N, PARTS, 2, C], and products S1 and S2 [N, PARTS, 2, C / CG]."""
-    wait_for_predecessor(PDL)
     n, slab, part = place_backwards(C, K * CG, PARTS)
     mean_g, rstd_g = combine(partial_ptr, n, slab, HW, C, CG, K, PARTS, TILES * BLOCK_P, KP, PARTS_P, EPS)
     row = sums_ptr + (n * PARTS + part).to(tl.int64) * (2 * C)
@@ -124,10 +119,9 @@ def backward_apply_kernel(
     HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr,
     PARTS: tl.constexpr, TILES: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr,
-    KP: tl.constexpr, PARTS_P: tl.constexpr, PDL: tl.constexpr,
+    KP: tl.constexpr, PARTS_P: tl.constexpr,
 ):  # fmt: skip
     """dx of one part of a slab, from the products of all parts."""
-    wait_for_predecessor(PDL)
     n, slab, part = place(C, K * CG, PARTS)
     mean_g, rstd_g = combine(partial_ptr, n, slab, HW, C, CG, K, PARTS, TILES * BLOCK_P, KP, PARTS_P, EPS)
     i = tl.arange(0, PARTS_P)[:, None]
@@ -232,13 +226,12 @@ def _apply_tiles(
 def parameters_kernel(
     sums_ptr, gamma_ptr, beta_ptr, scale_ptr, dgamma_ptr, dbeta_ptr, dscale_ptr, dshift_ptr, dx_sum_ptr, n_count,
     C: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, SCALE_ROW: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Gradients of gamma, beta, scale and shift from the sums, in one fixed order; a program takes BLOCK_C channels.
 
     With `dx_sum` also the sum of dx, of the third of ROWS rows.
     """
-    wait_for_predecessor(PDL)
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     gamma_c = tl.load(gamma_ptr + c, mask=c < C, other=0.0).to(tl.float32)
     beta_c = tl.load(beta_ptr + c, mask=c < C, other=0.0).to(tl.float32)

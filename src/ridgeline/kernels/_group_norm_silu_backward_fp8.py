@@ -14,7 +14,6 @@ import triton.language as tl
 
 from ridgeline.kernels._group_norm_silu import after, tile_at
 from ridgeline.kernels._group_norm_silu_backward import slab_gradient
-from ridgeline.kernels._nhwc import wait_for_predecessor
 from ridgeline.kernels._op import INTERPRETED
 from ridgeline.kernels._quads import store_quads
 from ridgeline.kernels._quantize_fp8 import FORMATS, observe, record, to_fp8, to_words
@@ -32,14 +31,13 @@ def backward_fp8_kernel(
     HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr, PIECES: tl.constexpr,
-    ROWS: tl.constexpr, W: tl.constexpr, ACCESS: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, W: tl.constexpr, ACCESS: tl.constexpr,
 ):  # fmt: skip
     """backward_kernel, its dx written as FP8 codes, with `words_ptr` also as quads, and with `dx_ptr` as it is.
 
     Every quarter of the pieces is a quarter of the map, without padding; a thread has ACCESS elements of a piece. With
     3 ROWS of sums the third is that of dx, before it is rounded.
     """
-    wait_for_predecessor(PDL)
     fp8_scale = tl.load(fp8_scale_ptr + row)
     n, slab, x, g, done_pc, centre_c, a_c, b_c, d_c = slab_gradient(
         dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, sums_ptr,

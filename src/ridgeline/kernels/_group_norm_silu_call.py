@@ -305,7 +305,7 @@ def _passes(call: Call, target: Target) -> Iterator[Config]:
                     yield config
 
 
-def statistics_launch(call: Call, config: Config, *, pdl: bool) -> Launch:
+def statistics_launch(call: Call, config: Config) -> Launch:
     """Mean and squares of every part of every group, [N, parts, 2, groups] fp32: the first of several passes."""
     shape = (call.x.shape[0], config.parts(call), 2, call.groups)
     partial = torch.empty(shape, dtype=torch.float32, device=call.x.device)
@@ -313,11 +313,10 @@ def statistics_launch(call: Call, config: Config, *, pdl: bool) -> Launch:
         statistics_kernel,
         grid=(config.programs(call),),
         arguments={"x_ptr": call.x, "partial_ptr": partial},
-        constants={n: value for n, value in config.constants(call).items() if n != "PARTS_P"} | {"PDL": pdl},
+        constants={name: value for name, value in config.constants(call).items() if name != "PARTS_P"},
         num_warps=config.num_warps,
         num_stages=1,
         output=partial,
-        pdl=pdl,
     )
 
 

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from ridgeline.kernels._group_norm_silu import affine, centre, place, statistics, tile_at, widening
 from ridgeline.kernels._group_norm_silu_dropout import drop, keep_scale, random_stream
-from ridgeline.kernels._nhwc import activate, wait_for_predecessor
+from ridgeline.kernels._nhwc import activate
 from ridgeline.kernels._op import INTERPRETED
 from ridgeline.kernels._quads import store_quads
 from ridgeline.kernels._quantize_fp8 import FORMATS, observe, record, to_fp8
@@ -117,10 +117,9 @@ def forward_fp8_kernel(
     counts_ptr, row,
     HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr, W: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """y in FP8, and its quads where there are `words`, from a slab in registers; records in `row` of what is seen."""
-    wait_for_predecessor(PDL)
     WIDTH: tl.constexpr = K * CG
     QUARTERS: tl.constexpr = 1 if words_ptr is None else 4
     Q: tl.constexpr = HW // QUARTERS

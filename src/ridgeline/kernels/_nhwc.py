@@ -152,7 +152,11 @@ def conv_sample(
 
 
 def starts_early(target: Target) -> bool:
-    """Whether a training kernel is launched while its predecessor runs, see `wait_for_predecessor`."""
+    """Whether a training kernel is launched while its predecessor runs, see `wait_for_predecessor`.
+
+    Norms are not: a multiprocessor whose memory a convolution has given to its buffers keeps it so while the norm's
+    first programs wait, and what is left to its L1 cache is too little for their loads.
+    """
     return not INTERPRETED and int(target.arch.removeprefix("sm_")) >= 90
 
 

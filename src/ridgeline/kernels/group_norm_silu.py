@@ -48,7 +48,6 @@ from ridgeline.kernels._group_norm_silu_call import (
     statistics_launch,
 )
 from ridgeline.kernels._group_norm_silu_dropout import scaled_mask
-from ridgeline.kernels._nhwc import starts_early
 from ridgeline.kernels._op import (
     Autograd,
     LastLaunch,
@@ -125,17 +124,14 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
         call.refuse(f"{config} is not valid for {call.groups} groups of {tuple(call.x.shape)} on {target.arch}")
     y = torch.empty_like(call.x, memory_format=torch.channels_last)
     maps: dict[str, Tensor | None] = {"x_ptr": call.x, **call.parameters(), "y_ptr": y}
-    pdl = starts_early(target)
-    constants = {**config.constants(call), **call.constants(), "PDL": pdl}
-    options: dict[str, Any] = {
-        "grid": (config.programs(call),), "num_warps": config.num_warps, "num_stages": 1, "pdl": pdl
-    }  # fmt: skip
+    constants = {**config.constants(call), **call.constants()}
+    options: dict[str, Any] = {"grid": (config.programs(call),), "num_warps": config.num_warps, "num_stages": 1}
     if config.again:
         return Launch(forward_again_kernel, arguments=maps, constants=constants, output=y, **options)
     if config.whole(call):
         options["max_registers"] = config.max_registers(call)
         return BoundedLaunch(forward_kernel, arguments=maps, constants=constants, output=y, **options)
-    first = statistics_launch(call, config, pdl=pdl)
+    first = statistics_launch(call, config)
     return LastLaunch(
         apply_kernel,
         arguments={**maps, "partial_ptr": first.output},

@@ -52,7 +52,7 @@ from ridgeline.kernels._group_norm_silu_call import (
     statistics_launch,
 )
 from ridgeline.kernels._group_norm_silu_dropout import scaled_mask
-from ridgeline.kernels._nhwc import cdiv, starts_early
+from ridgeline.kernels._nhwc import cdiv
 from ridgeline.kernels._op import (
     LastLaunch,
     Launch,
@@ -174,18 +174,15 @@ def plan(
     sums = torch.empty((n, config.parts(call), rows, c), dtype=torch.float32, device=call.x.device)
     common: dict[str, Tensor | None] = {"dy_ptr": call.dy, "x_ptr": call.x, **call.parameters(), "sums_ptr": sums}
     last = {"residual_ptr": call.residual, "dx_ptr": dx}
-    pdl = starts_early(target)
-    constants = {**config.constants(call), **call.constants(), "PDL": pdl}
-    options: dict[str, Any] = {
-        "grid": (config.programs(call),), "num_warps": config.num_warps, "num_stages": 1, "pdl": pdl
-    }  # fmt: skip
+    constants = {**config.constants(call), **call.constants()}
+    options: dict[str, Any] = {"grid": (config.programs(call),), "num_warps": config.num_warps, "num_stages": 1}
     if not config.launches(call):
         constants["ROWS"] = rows
         one: dict[str, Any] = {"arguments": {**common, **last}, "constants": constants, "output": dx, **options}
         if config.again:
             return Launch(backward_again_kernel, **one)
         return BoundedLaunch(backward_kernel, **one, max_registers=config.max_registers(call))
-    first = statistics_launch(call, config, pdl=pdl)
+    first = statistics_launch(call, config)
     common |= {"partial_ptr": first.output, "products_ptr": torch.empty_like(first.output)}
     second = Launch(backward_sums_kernel, arguments=common, constants=constants, output=sums, **options)
     return LastLaunch(
@@ -281,9 +278,8 @@ def parameters_launch(
         },
         constants={
             "C": c, "PARTS": parts, "ROWS": rows, "SCALE_ROW": call.constants()["SCALE_ROW"],
-            "BLOCK_N": _BLOCK_N, "BLOCK_C": _BLOCK_C, "PDL": launch.pdl,
+            "BLOCK_N": _BLOCK_N, "BLOCK_C": _BLOCK_C,
         },
-        pdl=launch.pdl,
         num_warps=4,
         num_stages=1,
         output=dgamma,

@@ -50,7 +50,6 @@ from ridgeline.kernels._group_norm_silu_call import (
     gradient_sample,
     proposals,
 )
-from ridgeline.kernels._nhwc import starts_early
 from ridgeline.kernels._op import Launch, Launcher, Op, Sample, Target, register, target_of, tuned_config
 from ridgeline.kernels._quads import quads_shape, to_quads
 from ridgeline.kernels._quantize_fp8_call import check, empty_y, nothing_seen
@@ -177,11 +176,10 @@ def plan(
             "counts_ptr": call.counts.data,
             "row": call.row,
         },
-        constants={**call.pieces(config), **call.constants(), "ROWS": rows, "W": w, "PDL": starts_early(target)},
+        constants={**call.pieces(config), **call.constants(), "ROWS": rows, "W": w},
         num_warps=config.num_warps,
         num_stages=1,
         output=dx8,
-        pdl=starts_early(target),
         max_registers=call.most_registers(config),
     )
 

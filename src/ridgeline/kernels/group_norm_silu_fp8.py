@@ -44,7 +44,7 @@ from ridgeline.kernels._group_norm_silu_call import UNET_MAPS, BoundedLaunch, Ca
 from ridgeline.kernels._group_norm_silu_call import Config as Slab
 from ridgeline.kernels._group_norm_silu_call import default_config as default_slab
 from ridgeline.kernels._group_norm_silu_fp8 import PACK, forward_fp8_kernel
-from ridgeline.kernels._nhwc import cdiv, next_power_of_2, starts_early
+from ridgeline.kernels._nhwc import cdiv, next_power_of_2
 from ridgeline.kernels._op import (
     Launch,
     Launcher,
@@ -271,11 +271,10 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
             "counts_ptr": call.counts,
             "row": call.row,
         },
-        "constants": {**constants, **call.constants(), "PDL": starts_early(target)},
+        "constants": {**constants, **call.constants()},
         "num_warps": config.num_warps,
         "num_stages": 1,
         "output": y,
-        "pdl": starts_early(target),
     }
     # left alone, the compiler draws random bits early, in up to 255 registers
     bound = config.max_registers(call, call.quads)

@@ -52,7 +52,7 @@ class Rung:
     one_pass: bool = False  # clip, AdamW and average in one kernel
     rewrites: tuple[str, ...] = ()  # of the compiled graph
     weight_copies: bool = False  # in bf16, written by the one pass
-    side_stream: bool = False  # for weight gradients of small layers
+    side_stream: bool = False  # for weight gradients
     fp8: tuple[str, ...] = ()  # passes of convolutions in FP8, where they pay
 
 
@@ -138,7 +138,7 @@ RUNGS = (
     ),
     Rung(
         "side-stream",
-        "weight gradients of small layers beside the rest of the backward",
+        "weight gradients beside the rest of the backward",
         graph="step",
         one_pass=True,
         rewrites=_OWN,
@@ -152,6 +152,7 @@ RUNGS = (
         one_pass=True,
         rewrites=_OWN,
         weight_copies=True,
+        side_stream=True,
         fp8=("fprop", "dgrad", "wgrad"),
     ),
 )
