@@ -56,6 +56,7 @@ def results_row(where: _rows.Machine, measured: bench.Measured) -> _rows.Row:
         "waits": traced.waits,
         "findings": list(measured.findings),
         "sites": measured.rewrites,
+        "memory_bytes": measured.memory_bytes,
         "images_per_s": batch / measured.wall_s,
         "steps": measured.protocol.timed,
     }

@@ -54,7 +54,7 @@ def measured(
     timing = Timing(run_s, run_s * (1 - spread / 2), run_s * (1 + spread / 2), run_s, 5, "host", "warm", 1980)
     machine = Machine("NVIDIA H200", "570.1", 700.0, "2.11", "3.6")
     traced = Traced(busy_ms / 1e3, kernels, waits)
-    return Measured(BY_NAME[rung], Conditions(), Protocol(), machine, timing, traced)
+    return Measured(BY_NAME[rung], Conditions(), Protocol(), machine, timing, traced, memory_bytes=4_210_000_000)
 
 
 LADDER = (
@@ -194,7 +194,7 @@ def test_a_ladder_on_a_cpu(few_images, monkeypatch):
     (row,) = ladder_rows([result])
     assert (row.gpu_busy_s, row.against_before, row.writeup_s) == (None, None, 0.13745)
     assert row.images_per_s == pytest.approx(2 / result.wall_s)
-    assert re.search(r"^writeup-3 +fused AdamW +[\d,.]+ +- +- +- +- +- +137.45 +-$", render([result]), re.MULTILINE)
+    assert re.search(r"^writeup-3 +fused AdamW +[\d,.]+ +- +- +- +- +- +- +137.45 +-$", render([result]), re.MULTILINE)
 
 
 def test_a_rung_that_fails_is_missing_and_the_next_is_climbed(monkeypatch):
@@ -271,6 +271,7 @@ def test_a_rung_on_a_gpu(name):
     assert result.traced is not None
     assert 0 < result.traced.busy_s < 2 * result.wall_s
     assert result.traced.kernels > 100
+    assert result.memory_bytes is not None and result.memory_bytes > 1e8
     assert (result.traced.waits >= 1) == (name == "writeup-0")
 
 
@@ -338,7 +339,7 @@ def test_the_table_holds_the_writeups_beside_ours():
     assert "NVIDIA H200, driver 570.1, power limit 700 W, 1980 MHz after the first rung" in text
     (last,) = [each for each in lines if each.startswith("writeup-5   one")]
     assert last.split("  ")[-1].strip() == "-5.2 %"
-    cells = "21.95 21.60 98.4 % 1,461 0.0 -59.4 % 133.60 -5.2 %"
+    cells = "21.95 21.60 98.4 % 1,461 0.0 4.2 -59.4 % 133.60 -5.2 %"
     assert " ".join(last.split()).endswith(cells)
     assert "host-bound: GPU busy 55% of the wall" in text
     assert lines[-1].split(maxsplit=1) == ["nchw", "given up after 9 s: raise --budget-s"]
@@ -352,7 +353,7 @@ def test_formats_agree():
     assert [float(row["wall_s"]) for row in table] == [row.wall_s for row in rows]
     assert table[0]["against_before"] == ""
     markdown = render(LADDER, output_format="md")
-    assert markdown.count("| 21.95 | 21.60 | 98.4 % | 1,461 | 0.0 | -59.4 % | 133.60 | -5.2 % |") == 1
+    assert markdown.count("| 21.95 | 21.60 | 98.4 % | 1,461 | 0.0 | 4.2 | -59.4 % | 133.60 | -5.2 % |") == 1
     with pytest.raises(ValueError, match="format must be one of table, json, csv, md, got 'xml'"):
         render(LADDER, output_format="xml")
 

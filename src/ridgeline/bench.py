@@ -73,6 +73,7 @@ class Measured:
     traced: Traced | None
     findings: tuple[str, ...] = ()
     rewrites: dict[str, int] = field(default_factory=dict)  # sites that the rung's rewrites changed
+    memory_bytes: int | None = None  # most that PyTorch held on the GPU, memory of graphs included; None off one
 
     @property
     def wall_s(self) -> float:
@@ -117,6 +118,11 @@ def climb(
 def measure(rung: Rung, conditions: Conditions, protocol: Protocol = Protocol()) -> Measured:
     """Build a rung's step, time it, then trace it, in this process, which may be slow afterwards."""
     built = build(rung, conditions)
+    on_gpu = torch.device(conditions.device).type == "cuda"
+    if on_gpu:
+        # what compiling held is not the step's
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     for _ in range(protocol.warmup):
         built.step()
 
@@ -125,9 +131,10 @@ def measure(rung: Rung, conditions: Conditions, protocol: Protocol = Protocol())
             built.step()
 
     timing = time_callable(run, warmup=1, repeats=protocol.runs, method="host")
-    on_gpu = torch.device(conditions.device).type == "cuda"
+    memory = torch.cuda.max_memory_reserved() if on_gpu else None
     traced = trace(built.step, protocol.traced) if on_gpu else None
-    return Measured(rung, conditions, protocol, _machine(on_gpu), timing, traced, built.findings, built.rewrites)
+    machine = _machine(on_gpu)
+    return Measured(rung, conditions, protocol, machine, timing, traced, built.findings, built.rewrites, memory)
 
 
 def trace(step: Step, steps: int) -> Traced:

@@ -39,6 +39,7 @@ class LadderRow:
     gpu_busy_share: float | None  # of the wall
     kernels: float | None
     waits: float | None  # of the host for the GPU
+    memory_bytes: int | None  # most that PyTorch held on the GPU
     images_per_s: float
     against_before: float | None  # relative change of the wall: -0.06 is 6 % less
     why: str
@@ -68,6 +69,7 @@ def ladder_row(now: Measured, before: Measured | None) -> LadderRow:
         gpu_busy_share=traced.busy_s / now.wall_s if traced else None,
         kernels=traced.kernels if traced else None,
         waits=traced.waits if traced else None,
+        memory_bytes=now.memory_bytes,
         images_per_s=conditions.batch / now.wall_s,
         against_before=now.wall_s / before.wall_s - 1 if before else None,
         why=explain(now, before),
@@ -216,6 +218,7 @@ _COLUMNS = (
     Column("busy", lambda row: _percent(row.gpu_busy_share, "")),
     Column("kernels", lambda row: _number(row.kernels, 0), rank=2),
     Column("waits", lambda row: _number(row.waits, 1), rank=2),
+    Column("memory GB", lambda row: ABSENT if row.memory_bytes is None else f"{row.memory_bytes / 1e9:.1f}", rank=3),
     Column("change", lambda row: _percent(row.against_before)),
     Column(f"{WRITEUP_GPU} ms", lambda row: _ms(row.writeup_s), rank=3),
     Column("change there", lambda row: _percent(row.writeup_against_before), rank=3),

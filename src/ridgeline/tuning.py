@@ -139,20 +139,30 @@ class _Work:
 def _in_turn(
     problems: Iterable[Problem], jobs: int, backend: Backend, width: int | None, *, force: bool
 ) -> Generator[tuple[int, _Work, Mapping[str, str | None]], None, None]:
-    """How many distinct problems there are, one of them when its requests are answered, and all answers so far."""
+    """How many distinct problems there are, one of them when its requests are answered, and all answers so far.
+
+    The costliest comes first: a budget is spent where it counts.
+    """
     works: dict[tuple[str, ...], _Work] = {}
     for op, arguments in problems:
         place = _place(op, arguments, backend.device)
         if (op.name, *place) not in works:
             works[op.name, *place] = _work(op, arguments, place, width, force=force)
+    in_turn = sorted(works.values(), key=_bytes, reverse=True)
     # what several candidates launch is compiled once
-    requests = tuple(dict.fromkeys(text for work in works.values() for text in work.texts))
+    requests = tuple(dict.fromkeys(text for work in in_turn for text in work.texts))
     answers: dict[str, str | None] = {}
     with closing(backend.compile(requests, jobs)) as outcomes:
-        for work in works.values():
+        for work in in_turn:
             while not answers.keys() >= set(work.texts):
                 answers[requests[len(answers)]] = next(outcomes)
             yield len(works), work, answers
+
+
+def _bytes(work: _Work) -> int:
+    """What its call moves."""
+    cost = work.op.cost(**_without_out(work.arguments))
+    return cost.read_bytes + cost.write_bytes
 
 
 def _place(op: Op, arguments: Mapping[str, Any], device: Callable[[Tensor], str]) -> tuple[str, str, str]:
