@@ -339,6 +339,11 @@ class Fp8Step:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
 
+def chooser(fp8: str) -> Chooser:
+    """What a recipe's choice of `fp8` lets run: of "always" every pass that has a kernel, else those that pay."""
+    return chosen_passes if fp8 == "always" else paying_passes
+
+
 def paying_passes(conv: Convolution, *, by_norm: bool) -> frozenset[str]:
     """Those that FP8 makes faster, quantising included, by `fp8_prices`; all that have a kernel where no GPU is."""
     possible = chosen_passes(conv, by_norm=by_norm)

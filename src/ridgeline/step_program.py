@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ridgeline.device_optimizer import DeviceOptimizer, PlainOptimizer, load_state_, portable_state, refusal
 from ridgeline.errors import NotEngaged, UsageError
-from ridgeline.fp8_step import Fp8Step, paying_passes
+from ridgeline.fp8_step import Fp8Step, chooser
 from ridgeline.layout_copies import LayoutWatch
 from ridgeline.loss_scale import LossScaler
 from ridgeline.optimizer_kernel import OnePass, one_pass
@@ -28,7 +28,6 @@ from ridgeline.step_recipe import DTYPES, StepRecipe
 from ridgeline.step_state import Snapshot, Structure, Watched, micro_batches, rebuild
 from ridgeline.train_backend import TrainBackend, inductor
 from ridgeline.train_rewrites import fuse_residual_add
-from ridgeline.train_rewrites.fp8_passes import chosen_passes
 from ridgeline.weight_copies import WeightCopies, norm_in_fp32
 
 
@@ -55,12 +54,14 @@ class StepProgram:
                 )
         self.copies = WeightCopies()
         self.layouts = LayoutWatch()
-        wanted = recipe.fp8 != "never"
-        choose = chosen_passes if recipe.fp8 == "always" else paying_passes
-        rules: dict[str, Any] = {
-            "rule": recipe.fp8_scaling, "limits": recipe.fp8_limits, "passes": recipe.fp8_passes
-        }  # fmt: skip
-        self.fp8 = Fp8Step(self.device, wanted=wanted, choose=choose, **rules)
+        self.fp8 = Fp8Step(
+            self.device,
+            wanted=recipe.fp8 != "never",
+            rule=recipe.fp8_scaling,
+            limits=recipe.fp8_limits,
+            choose=chooser(recipe.fp8),
+            passes=recipe.fp8_passes,
+        )
         self.compile_anew_(side_stream=recipe.side_stream)
         self.settle_()
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from ridgeline import tuned, tuning
 from ridgeline.errors import EnvironmentUnusable
-from ridgeline.fp8_step import Fp8Step, paying_passes
+from ridgeline.fp8_step import Fp8Step, chooser
 from ridgeline.kernels import NORMS
 from ridgeline.launches import problems_of
 from ridgeline.step_recipe import DTYPES, StepRecipe
@@ -105,15 +105,11 @@ def tunable(
 def norm_problems(
     model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Any, recipe: StepRecipe
 ) -> Iterator[tuning.Problem]:
-    """Every norm, forward and backward, of the graphs that Inductor would be given by the tables as they are then.
-
-    One that quantises has the FP8 state of one tensor, whose scale is 1: such a call its rows are filed under.
-    """
+    """Every norm, forward and backward, of the graphs that Inductor would be given by the tables as they are then."""
     device = next(model.parameters()).device
     layers = None
     if recipe.fp8 != "never":
-        choose = fp8_passes.chosen_passes if recipe.fp8 == "always" else paying_passes
-        layers = Fp8Step(device, choose=choose, passes=recipe.fp8_passes)
+        layers = Fp8Step(device, choose=chooser(recipe.fp8), passes=recipe.fp8_passes)
     graphs: list[fx.GraphModule] = []
     backend = TrainBackend(recipe.rewrites, only_watched(recipe.compile_mode, graphs.append), fp8=layers)
 
@@ -125,13 +121,7 @@ def norm_problems(
         if layers is not None:
             layers.open_(model.named_parameters())
         _compute(model, loss, batch, recipe, collect)
-    for op, arguments in chain.from_iterable(problems_of(graph, NORMS) for graph in graphs):
-        yield op, {**arguments, **_state_of_one(device)} if "fp8_scale" in arguments else arguments
-
-
-def _state_of_one(device: torch.device) -> dict[str, Any]:
-    seen = {"amax": torch.zeros(1, device=device), "counts": torch.zeros((1, 3), dtype=torch.int64, device=device)}
-    return {"fp8_scale": torch.ones(1, device=device), **seen, "row": 0}
+    yield from chain.from_iterable(problems_of(graph, NORMS) for graph in graphs)
 
 
 def _compute(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -77,7 +77,28 @@ def x_pitch(x: Tensor) -> int:
 
 
 def nothing_seen(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(amax, counts) of one tensor."""
     return x.new_zeros(1, dtype=torch.float32), x.new_zeros((1, 3), dtype=torch.int64)
+
+
+def state_of_one(x: Tensor, scale: float) -> dict[str, Any]:
+    """The arguments of a norm in FP8 that are the state of one tensor, of which nothing is seen yet; where x is."""
+    amax, counts = nothing_seen(x)
+    return {"fp8_scale": torch.full_like(amax, scale), "amax": amax, "counts": counts, "row": 0}
+
+
+def as_filed(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a norm in FP8 that its tuned configs are filed under: of more tensors it is no matter which.
+
+    The state is views of what is given: for its shapes alone.
+    """
+    first = {name: arguments[name][:1] for name in ("fp8_scale", "amax", "counts")}
+    return {**arguments, **first, "row": 0}
+
+
+def typical(**arguments: Any) -> dict[str, Any]:
+    """The same call of a norm in FP8 with a state of its own, for `tune` to write into: of one tensor, scale 1."""
+    return {**arguments, **state_of_one(arguments["x"], 1.0)}
 
 
 def empty_y(x: Tensor, fp8_format: str) -> Tensor:
@@ -138,7 +159,7 @@ def sample(why: str, shape: Sequence[int], *, quads: bool = False, real_size: bo
         whole = (*shape, 1, 1)[:4]
         x = random_nhwc(whole, dtype, device, seed=0)  # pyright: ignore[reportArgumentType]
         amax, counts = nothing_seen(x)
-        state = {"scale": torch.full((1,), 136.0, device=device), "amax": amax, "counts": counts}
+        state = {"scale": torch.full_like(amax, 136.0), "amax": amax, "counts": counts}
         given = {"x": x if len(shape) == 4 else x[:, :, 0, 0], **state}
         return {**given, "row": 0, "fp8_format": "e4m3", "quads": quads, **choices}
 

@@ -25,7 +25,7 @@ Not in `kernels.ALL`, whose ops return one tensor; `tuning.tune` takes it nevert
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -195,6 +195,11 @@ def plan(
     )
 
 
+def plan_summed(**arguments: Any) -> Launch:
+    """What `plan` returns with `sum_dx`."""
+    return plan(sum_dx=True, **arguments)
+
+
 def group_norm_silu_backward(
     dy: Tensor,
     x: Tensor,
@@ -233,7 +238,7 @@ def group_norm_silu_backward_summed(
     p: float = 0.0,
 ) -> SummedGradients:
     call = BackwardCall(x, gamma, beta, scale, shift, seed, offset, groups, eps, act, p, dy, residual)
-    launch = plan(sum_dx=True, **vars(call))
+    launch = plan_summed(**vars(call))
     dx_sum = _empty_sum(x)
     found = run(call, launch, dx_sum)
     if not _sums_dx(launch):
@@ -363,8 +368,10 @@ OP = Op(
     into=None,
 )
 
-register(group_norm_silu_backward_summed, fake=_fake_summed, on_cpu=_summed_on_cpu, cost=cost)
 SUMMED_OP = replace(
-    OP, name="group_norm_silu_backward_summed", launcher=Launcher(partial(plan, sum_dx=True), candidates)
+    OP,
+    name="group_norm_silu_backward_summed",
+    call=register(group_norm_silu_backward_summed, fake=_fake_summed, on_cpu=_summed_on_cpu, cost=cost),
+    launcher=Launcher(plan_summed, candidates),
 )
 SUMMED = SUMMED_OP.overload

@@ -29,7 +29,7 @@ Not in `kernels.ALL`, whose ops return one tensor; `tuning.tune` takes it nevert
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 from inspect import signature
 from math import prod
 from typing import Any
@@ -52,7 +52,7 @@ from ridgeline.kernels._group_norm_silu_call import (
 )
 from ridgeline.kernels._op import Launch, Launcher, Op, Sample, Target, register, target_of, tuned_config
 from ridgeline.kernels._quads import quads_shape, to_quads
-from ridgeline.kernels._quantize_fp8_call import check, empty_y, nothing_seen
+from ridgeline.kernels._quantize_fp8_call import as_filed, check, empty_y, state_of_one, typical
 from ridgeline.kernels.quantize_fp8 import quantized
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -149,9 +149,7 @@ def plan(
     target = target or target_of(call.x)
     check(call.x, FORMAT, target)
     if config is None:
-        # tuned for a state of one row, which of more it is does not matter
-        alone = {"row": 0, **{name: getattr(call, name)[:1] for name in ("fp8_scale", "amax", "counts")}}
-        tuned = tuned_config(OP, Config, lambda c: call.takes(c, target), **{**arguments, **alone})
+        tuned = tuned_config(OP, Config, lambda c: call.takes(c, target), **as_filed(arguments))
         config = tuned or default_config(call, target)
     if not call.takes(config, target):
         shape = tuple(call.x.shape)
@@ -184,22 +182,18 @@ def plan(
     )
 
 
+def plan_summed(**arguments: Any) -> Launch:
+    """What `plan` returns with `sum_dx`."""
+    return plan(sum_dx=True, **arguments)
+
+
 def fits(x: Tensor, groups: int, *, quads: bool) -> bool:
     """Whether `plan` takes such a map, fake or not, where all else is as it should be."""
     like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     vector = like.new_empty(x.shape[1], dtype=torch.float32)
-    amax, counts = nothing_seen(like)
-    given: dict[str, Any] = {
-        "dy": like,
-        "x": like,
-        "gamma": vector,
-        "beta": vector,
-        "fp8_scale": amax,
-        "amax": amax,
-        "counts": counts,
-    }
+    given: dict[str, Any] = {"dy": like, "x": like, "gamma": vector, "beta": vector, **state_of_one(like, 1.0)}
     try:
-        plan(**given, groups=groups, row=0, quads=quads, target=target_of(x))
+        plan(**given, groups=groups, quads=quads, target=target_of(x))
     except (ValueError, TypeError):
         return False
     return True
@@ -261,7 +255,7 @@ def group_norm_silu_backward_fp8_summed(
         x, gamma, beta, scale, shift, seed, offset, groups, eps, act, p, dy, residual,
         fp8_scale=fp8_scale, amax=amax, counts=counts, row=row, quads=quads, keep=keep,
     )  # fmt: skip
-    launch, dx_sum = plan(sum_dx=True, **vars(call)), _empty_sum(x)
+    launch, dx_sum = plan_summed(**vars(call)), _empty_sum(x)
     found = group_norm_silu_backward.run(call, launch, dx_sum)
     return *_maps(call, launch), dx_sum, *found
 
@@ -338,12 +332,8 @@ def fp8_gradient_sample(
     norm = gradient_sample(why, x, groups, **options)
 
     def arguments(dtype: torch.dtype, device: str) -> dict[str, Any]:
-        state = {
-            "fp8_scale": torch.full((1,), 20_000.0, device=device),
-            "amax": torch.zeros(1, device=device),
-            "counts": torch.zeros((1, 3), dtype=torch.int64, device=device),
-        }
-        return {**norm.arguments(dtype, device), **state, "row": 0, "quads": quads, "keep": keep}
+        given = norm.arguments(dtype, device)
+        return {**given, **state_of_one(given["x"], 20_000.0), "quads": quads, "keep": keep}
 
     return Sample(why, arguments, norm.real_size)
 
@@ -369,7 +359,7 @@ OP = Op(
     call=register(group_norm_silu_backward_fp8, fake=_fake, on_cpu=on_cpu, cost=cost),
     reference=reference,
     cost=cost,
-    launcher=Launcher(plan, candidates),
+    launcher=Launcher(plan, candidates, typical=typical),
     samples=SAMPLES,
     dtypes=FLOATS,
     error_factor=2.0,
@@ -380,6 +370,6 @@ SUMMED_OP = replace(
     OP,
     name="group_norm_silu_backward_fp8_summed",
     call=register(group_norm_silu_backward_fp8_summed, fake=_fake_summed, on_cpu=summed_on_cpu, cost=cost),
-    launcher=Launcher(partial(plan, sum_dx=True), candidates),
+    launcher=Launcher(plan_summed, candidates, typical=typical),
 )
 SUMMED = SUMMED_OP.overload

@@ -58,7 +58,14 @@ from ridgeline.kernels._op import (
     tuned_config,
 )
 from ridgeline.kernels._quads import quads_shape, to_quads, why_not
-from ridgeline.kernels._quantize_fp8_call import check, check_rows, empty_y
+from ridgeline.kernels._quantize_fp8_call import (
+    as_filed,
+    check,
+    check_rows,
+    empty_y,
+    state_of_one,
+    typical,
+)
 from ridgeline.kernels.quantize_fp8 import cost as quantize_cost
 from ridgeline.kernels.quantize_fp8 import quantized
 
@@ -246,10 +253,8 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
     target = target or target_of(call.x)
     check(call.x, _FORMAT, target)
     if config is None:
-        # tuned for a scale alone, whose row it is does not matter
-        first = {name: arguments[name][:1] for name in ("fp8_scale", "amax", "counts")}
-        alike = {**arguments, **first, "row": 0}
-        config = tuned_config(OP, Config, lambda c: c.is_valid(call, call.quads), **alike) or _default(call, target)
+        tuned = tuned_config(OP, Config, lambda c: c.is_valid(call, call.quads), **as_filed(arguments))
+        config = tuned or _default(call, target)
     if not config.is_valid(call, call.quads):
         call.refuse(f"{config} is not valid for {call.groups} groups of {tuple(call.x.shape)}")
     n, c, h, w = call.x.shape
@@ -317,9 +322,9 @@ def group_norm_silu_fp8(
         check_launchable("group_norm_silu_fp8", launch.kernel, y)
         launch.run()
     words = launch.arguments["words_ptr"]
-    return y, words.view(y.dtype).view(quads_shape(*x.shape, beside=True)) if isinstance(
-        words, Tensor
-    ) else y.new_empty(0)
+    if not isinstance(words, Tensor):
+        return y, y.new_empty(0)
+    return y, words.view(y.dtype).view(quads_shape(*x.shape, beside=True))
 
 
 def on_cpu(
@@ -348,12 +353,8 @@ def fp8_sample(why: str, x: tuple[int, int, int, int], groups: int, *, quads: bo
     norm = norm_sample(why, x, groups, **options)
 
     def arguments(dtype: torch.dtype, device: str) -> dict[str, Any]:
-        state = {
-            "fp8_scale": torch.full((1,), 136.0, device=device),
-            "amax": torch.zeros(1, device=device),
-            "counts": torch.zeros(1, 3, dtype=torch.int64, device=device),
-        }
-        return {**norm.arguments(dtype, device), **state, "row": 0, "quads": quads}
+        given = norm.arguments(dtype, device)
+        return {**given, **state_of_one(given["x"], 136.0), "quads": quads}
 
     return replace(norm, arguments=arguments)
 
@@ -375,7 +376,7 @@ OP = Op(
     call=register(group_norm_silu_fp8, fake=_fake, on_cpu=on_cpu, cost=cost),
     reference=reference,
     cost=cost,
-    launcher=Launcher(plan, candidates),
+    launcher=Launcher(plan, candidates, typical=typical),
     samples=SAMPLES,
     dtypes=FLOATS,
     error_factor=2.0,

@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
 from ridgeline.kernels import (
     group_norm_silu,
@@ -21,6 +20,7 @@ from ridgeline.kernels import (
     group_norm_silu_fp8,
     quantize_fp8,
 )
+from ridgeline.train_rewrites._operators import arguments, call
 
 _QUANTIZE = quantize_fp8.OP.overload
 _NORM = group_norm_silu.OP.overload
@@ -56,15 +56,15 @@ def quantised_by(graph_module: fx.GraphModule) -> Counter[str]:
 
 
 def _with_norm(graph: fx.Graph, node: fx.Node) -> bool:
-    given = _arguments(node)
+    given = arguments(node)
     norm = given["x"]
     if norm.target is not _NORM or len(norm.users) > 1 or given["fp8_format"] != "e4m3":
         return False
-    of_norm = _arguments(norm)
+    of_norm = arguments(norm)
     if not _suits(of_norm, given, group_norm_silu_fp8.fits):
         return False
     with graph.inserting_before(node):
-        new = _call(graph, _NORM_FP8, {**of_norm, **_recording(given)}, (norm, node))
+        new = call(graph, _NORM_FP8, {**of_norm, **_recording(given)}, (norm, node))
     new.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(new)
     graph.erase_node(node)
@@ -73,19 +73,19 @@ def _with_norm(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _with_norm_backward(graph: fx.Graph, node: fx.Node) -> bool:
-    given = _arguments(node)
+    given = arguments(node)
     dx = given["x"]
     if dx.target is not operator.getitem or dx.args[0].target is not _NORM_BACKWARD or dx.args[1] != 0:
         return False
     norm, recording = dx.args[0], _recording(given)
-    of_norm = _arguments(norm)
+    of_norm = arguments(norm)
     # they must be there where the norm is
     there = all(value.op == "placeholder" for value in recording.values() if isinstance(value, fx.Node))
     if given["fp8_format"] != "e5m2" or not there or not _suits(of_norm, given, group_norm_silu_backward_fp8.fits):
         return False
     keep = len(dx.users) > 1
     with graph.inserting_before(norm):
-        new = _call(graph, _NORM_BACKWARD_FP8, {**of_norm, **recording, "keep": keep}, (norm, node))
+        new = call(graph, _NORM_BACKWARD_FP8, {**of_norm, **recording, "keep": keep}, (norm, node))
     bf16, *others = norm.meta["val"]
     new.meta["val"] = (bf16 if keep else bf16.new_empty(0), *node.meta["val"], *others)
     # (dx, others) and (dx8, quads) become (dx, dx8, quads, others)
@@ -107,29 +107,3 @@ def _suits(of_norm: Mapping[str, Any], given: Mapping[str, Any], fits: Callable[
     """Whether a fused kernel takes the norm's map, and finds the scale where it is."""
     x, scale = of_norm["x"].meta["val"], given["scale"].meta["val"]
     return x.device == scale.device and fits(x, of_norm["groups"], quads=given["quads"])
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an operator's call by name, defaults included."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    schema = node.target._schema.arguments
-    given = {**dict(zip((one.name for one in schema), node.args, strict=False)), **node.kwargs}
-    return {one.name: given.get(one.name, one.default_value) for one in schema}
-
-
-def _call(
-    graph: fx.Graph, target: torch._ops.OpOverload, arguments: dict[str, Any], replaced: tuple[fx.Node, ...]
-) -> fx.Node:
-    """A call with the strides that Inductor is to give its inputs: those that `replaced` would have got."""
-    schema = target._schema.arguments
-    args = tuple(arguments[one.name] for one in schema if not one.kwarg_only)
-    kwargs = {one.name: arguments[one.name] for one in schema if one.kwarg_only}
-    new = graph.call_function(target, args, kwargs)
-    eager: dict[fx.Node, Tensor] = {}
-    for old in replaced:
-        old_args, old_kwargs = old.meta.get("eager_input_vals", ((), {}))
-        given = zip((*old.args, *old.kwargs.values()), (*old_args, *old_kwargs.values()), strict=False)
-        eager |= {node: value for node, value in given if isinstance(node, fx.Node)}
-    values = fx.map_arg((args, kwargs), lambda node: eager.get(node, node.meta["val"]))
-    new.meta["eager_input_vals"] = values
-    return new
