@@ -14,9 +14,7 @@ from torch import nn
 from torch.optim import LBFGS, SGD, AdamW, RMSprop
 
 import recorded_graph
-from ridgeline import step_program
 from ridgeline.errors import NotEngaged, UsageError
-from ridgeline.side_stream import ReadEarly
 from ridgeline.step_program import Parts
 from ridgeline.step_recipe import StepRecipe
 from ridgeline.train_step import compile_step
@@ -364,33 +362,3 @@ def test_capture_false_is_eager_and_quiet(recwarn):
         "AdamW steps by PyTorch's kernels: the one-pass kernel is for a GPU, and the model is on the cpu",
     ]
     assert not recwarn.list
-
-
-def test_a_side_stream_whose_results_are_read_early_is_left_out(monkeypatch):
-    made = []
-
-    def inductor(_mode, _watch, overlapped):
-        made.append(overlapped is not None)
-
-        def read_early(*_inputs):
-            raise ReadEarly("gradients are copied")
-
-        return lambda graph_module, _: read_early if made[-1] else graph_module.forward
-
-    monkeypatch.setattr(step_program, "inductor", inductor)
-    choices = {"compile": "loss", "channels_last": True, "side_stream": True, "capture": recorded_graph.capture}
-    model = net(dropout=0.0)
-    step = train_step(model, AdamW(model.parameters(), lr=1e-2), batches(1)[0], **choices)
-    for batch in batches(3):
-        step(batch)
-    assert (made, step.report.replays, step.report.eager_steps) == ([True, False], 3, 0)
-    assert "without a side stream: gradients are copied" in " ".join(step.report.lines())
-    torch._dynamo.reset()
-    model = net(dropout=0.0)
-    with pytest.raises(ReadEarly, match="copied"):
-        train_step(model, AdamW(model.parameters(), lr=1e-2), batches(1)[0], require=True, **choices)(batches(1)[0])
-
-
-def test_a_side_stream_needs_channels_last():
-    with pytest.raises(UsageError, match="side_stream=True needs channels_last=True"):
-        StepRecipe(side_stream=True)

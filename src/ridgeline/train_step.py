@@ -291,15 +291,17 @@ class TrainStep:
             program.drop_gradients_()
 
     def _capture_compiled(self, leaves: Sequence[Tensor], structure: Structure, snapshot: Snapshot) -> Captured:
-        """Capture the compiled step; without the side stream where its results would be read too early."""
+        """Capture the compiled step; without its side stream where that is not to be had."""
         assert self._capture is not None
         program = self._program
         try:
             return self._capture(partial(_run, program, structure, True), leaves)
-        except ReadEarly as error:
-            if program.recipe.require:
+        except (ReadEarly, NotEngaged, torch.OutOfMemoryError) as error:
+            early = isinstance(error, ReadEarly)
+            if program.recipe.require or not program.recipe.side_stream or not (early or _is_out_of_memory(error)):
                 raise
-            self._explain(f"the step is captured without a side stream: {error}")
+            reason = error if early else "it takes more memory than there is"
+            self._explain(f"the step is captured without a side stream: {reason}")
         snapshot.restore_()
         program.compile_anew_(side_stream=False)
         return self._capture(partial(_run, program, structure, True), leaves)
@@ -351,6 +353,11 @@ class TrainStep:
         self._reason = reason
         if not quiet:
             warnings.warn(f"compile_step: {reason}", RuntimeWarning, stacklevel=4)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # a capture says so in its own words
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
 def _run(program: StepProgram, structure: Structure, compiled: bool, *leaves: Tensor) -> tuple[Tensor, Tensor | None]:
