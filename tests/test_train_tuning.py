@@ -124,6 +124,30 @@ def test_a_form_of_a_norm_looks_up_the_row_of_the_norm(form: Op, op: Op, monkeyp
     assert asked == [(op.name, op.key(**arguments))]
 
 
+@pytest.mark.parametrize(("form", "op"), TUNED_AS.items(), ids=lambda op: op.name)
+def test_a_form_of_a_norm_is_called_as_itself_and_belongs_to_the_same_kernels(form: Op, op: Op):
+    arguments = op.samples[0].arguments(torch.float32, "meta")
+    assert len(form(**arguments)) == len(op(**arguments)) + 1, "the sum of dx"
+    assert form.source_hash == op.source_hash
+
+
+@pytest.mark.parametrize("form", [op for op in (*NORMS, *TUNED_AS) if op.launcher.typical], ids=lambda op: op.name)
+def test_a_norm_in_fp8_is_tuned_on_a_state_of_its_own_and_looked_up_by_any_row(form: Op, monkeypatch):
+    given = form.samples[0].arguments(torch.bfloat16, "cpu")
+    state = {"fp8_scale": torch.full((3,), 7.0), "amax": torch.ones(3), "counts": torch.ones((3, 3), dtype=torch.int64)}
+    given |= {**state, "row": 2}
+    assert form.launcher.typical is not None
+    made = form.launcher.typical(**given)
+    assert made["fp8_scale"].tolist() == [1.0] and made["row"] == 0
+    assert not made["amax"].any() and not made["counts"].any()
+    assert all(made[name] is given[name] for name in given.keys() - {*state, "row"})
+    asked: list[tuple[str, str]] = []
+    watch_lookups(monkeypatch, lambda *found: asked.append(found))
+    form.launcher.plan(**given)
+    op = TUNED_AS.get(form, form)
+    assert asked == [(op.name, op.key(**made))]
+
+
 def watch_lookups(monkeypatch: Any, seen: Any) -> None:
     def look_up(op: Op, *_: Any, **arguments: Any) -> None:
         seen(op.name, op.key(**arguments))

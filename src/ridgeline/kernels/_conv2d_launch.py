@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ridgeline.cost import Cost
 from ridgeline.kernels._conv2d_pass import (
+    GRANULE,
     WGRAD_PIXELS,
     Config,
     Pass,
@@ -26,8 +27,6 @@ from ridgeline.kernels._conv2d_pass import (
 from ridgeline.kernels._nhwc import cdiv, pixel_pitch, starts_early
 from ridgeline.kernels._op import Launch, Target
 
-_GRANULE = 8  # channels of 16 bits in 16 bytes, of which strides of a tensor map are multiples
-
 
 def check_residual(one: Pass, residual: Tensor | None, out: Tensor) -> None:
     """Refuse a residual that is no map like `out`, or that a tensor map cannot describe, and any with stride 2."""
@@ -40,9 +39,9 @@ def check_residual(one: Pass, residual: Tensor | None, out: Tensor) -> None:
     if residual.shape != out.shape:
         one.refuse(f"residual must have the shape {tuple(out.shape)} of the result, got {tuple(residual.shape)}")
     pitch = pixel_pitch(residual)
-    if pitch is None or pitch % _GRANULE or residual.storage_offset() % _GRANULE:
+    if pitch is None or pitch % GRANULE or residual.storage_offset() % GRANULE:
         one.refuse(
-            f"residual must be channels_last, or a slice of it that starts at a multiple of {_GRANULE} channels, "
+            f"residual must be channels_last, or a slice of it that starts at a multiple of {GRANULE} channels, "
             f"got strides {residual.stride()} for shape {tuple(residual.shape)}"
         )
 
@@ -136,9 +135,9 @@ class Product:
         )  # fmt: skip
 
     def _whole(self, config: Config, target: Target) -> Config:
-        """The same with as few stages less as leave room for a whole tile, which the residual fills beforehand.
+        """The config with fewer stages, by as few as leave room for a whole tile of out: the residual is read into it.
 
-        In pieces each would be waited for: a piece of the residual can be read when the piece before is stored.
+        Of a tile in pieces none of the residual could be read before the piece in front was stored.
         """
         while config.pieces(self._size, self._step, target) > 1:
             config = replace(config, stages=config.stages - 1)

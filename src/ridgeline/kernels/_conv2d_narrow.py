@@ -228,8 +228,8 @@ def _columns(
 ):  # fmt: skip
     """The columns k of pixels of the wide map, [pixels, columns]; zero beside the narrow map and behind the last.
 
-    Nothing here is adjacent to the compiler, which then gives a thread pixels of its own and all columns of each: what
-    a column adds to an address is a constant.
+    The compiler sees nothing here that is adjacent, and so gives a thread pixels of its own and all columns of each:
+    what a column adds to an address is a constant.
     """
     image, h, w = split_pixel(pixel, HW, WW)
     down, right = _shift(k // NARROW, S, TOP, LEFT, FORWARD)

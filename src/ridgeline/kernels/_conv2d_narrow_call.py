@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ridgeline import tuned
 from ridgeline.cost.conv import ConvProblem
-from ridgeline.kernels._conv2d_pass import DTYPES, FEW, SUM_ELEMENTS, Pass
+from ridgeline.kernels._conv import INT32_ELEMENTS
+from ridgeline.kernels._conv2d_pass import DTYPES, FEW, GRANULE, SUM_ELEMENTS, Pass
 from ridgeline.kernels._nhwc import cdiv, empty_nhwc, next_power_of_2, pixel_pitch, starts_early
 from ridgeline.kernels._op import LastLaunch, Launch, Op, Target, tuned_row
 
-GRANULE = 8  # channels in 16 bytes, the most that one load takes
 _LARGEST_FILTER = 7
 _SIZE = 2  # bytes of an element
 _NARROWEST = 16  # side of a product's operand
@@ -25,7 +25,6 @@ _STEPS = 2  # of such columns in a program of `reduce`: more would not fit its r
 _CONTRACTED = 64  # sums of a pixel that `contract` has at once, of taps and narrow channels
 _PARTS_AT_ONCE = 64
 _ACCUMULATORS = 128  # fp32 a thread
-_INT32_ELEMENTS = 2**31
 
 # (pixels, wide, num_warps, stages), the likeliest first
 _SIZES: dict[str, tuple[tuple[int, int, int, int], ...]] = {
@@ -49,7 +48,7 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True)
 class NarrowConfig:
-    """A tile of so many pixels, by so many channels of the wide map: made or summed over, or multiplied at a time.
+    """A tile of the wide map, `pixels` by `wide` channels: what a program makes, sums over, or multiplies at a time.
 
     Loads of `stages` steps are under way; `expand` has one step. `reduce` splits the pixels as long as a multiprocessor
     gets no more than `rounds` tiles, each for its part of them; for the others it is 1.
@@ -69,7 +68,7 @@ def takes_narrow(conv: ConvProblem) -> bool:
 
 
 def with_narrow_configs(others: tuple[Config, ...], one: Pass, target: Target) -> tuple[Config | NarrowConfig, ...]:
-    """What is worth timing of the kernels for sm_90 alone, `others` if they compute the pass at all, and of these.
+    """What is worth timing: configs of the kernels here, and `others`, of those for sm_90 alone, if they take the pass.
 
     In turns, since `tune` may stop early.
     """
@@ -165,7 +164,7 @@ class NarrowCall:
             },
             num_warps=config.num_warps, num_stages=config.stages, output=sums, pdl=pdl,
         )  # fmt: skip
-        # programs are many only if each has few elements, and then adds many parts at once
+        # a weight so small makes many programs only if each has few elements, and adds many parts of them at once
         at_once = min(_PARTS_AT_ONCE, next_power_of_2(parts))
         block = SUM_ELEMENTS // at_once
         return LastLaunch(
@@ -304,7 +303,7 @@ class _NarrowPass:
         return {
             "NARROW": self.narrow, "WIDE": self.wide, "R": r, "S": s, "TOP": top, "LEFT": left, "FORWARD": self.forward,
             "HN": self.narrow_shape[2], "WN": self.narrow_shape[3], "HW": self.wide_shape[2], "WW": self.wide_shape[3],
-            "TAP_STRIDE": c, "NARROW_STRIDE": of_narrow, "WIDE_STRIDE": of_wide, "LARGE": max(spans) >= _INT32_ELEMENTS,
+            "TAP_STRIDE": c, "NARROW_STRIDE": of_narrow, "WIDE_STRIDE": of_wide, "LARGE": max(spans) >= INT32_ELEMENTS,
         }  # fmt: skip
 
     def box(self, pixels: int) -> dict[str, int] | None:

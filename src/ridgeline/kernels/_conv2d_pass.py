@@ -22,6 +22,7 @@ from ridgeline.kernels._op import Target
 
 DTYPES = (torch.float16, torch.bfloat16)
 FEW = 8  # channels or filters at most that kernels in _conv2d_narrow are for
+GRANULE = 8  # channels of 16 bits in 16 bytes: the most that one load takes, what tensor maps have multiples of
 PHASE_GRANULE = 16  # channels of a phase that one instruction reduces, and the narrowest tile
 SUM_ELEMENTS = 2048  # of parts of a weight gradient that a program adds up at once
 WGRAD_PIXELS = 64  # of a box, which are reduced together: four instructions

@@ -162,6 +162,7 @@ def configs(one: Problem, target: Target) -> tuple[Config, ...]:
 def problem(
     dy: Tensor, x: Tensor, inverse: Tensor, kernel_size: Sequence[int], dy_row: int, x_row: int, promote: int = 128
 ) -> Problem:
+    """The sizes of a call. Raises ValueError or TypeError for what has no kernel."""
     for name, quads, dtype in (("dy", dy, torch.float8_e5m2), ("x", x, torch.float8_e4m3fn)):
         if quads.dtype not in (dtype, torch.float64):  # float64 stands for the exact values, where results are judged
             refuse(f"{name} must be {dtype}, got {quads.dtype}", TypeError)

@@ -16,13 +16,14 @@ from ridgeline.kernels._nhwc import ACTIVATIONS, cdiv, next_power_of_2, random_n
 from ridgeline.kernels._op import Launch, Sample, Target, nearest_first
 
 _MOST_CANDIDATES = 32
-# Of a sample: as few as make so many programs, for each of the second pass reads the statistics of all parts.
+# Of a sample as few parts as make so many programs: each program of the second pass reads the statistics of all parts.
 _MOST_PARTS, _PROGRAMS = 128, 1024
 _REGISTERS = 65_536  # of a multiprocessor
 _WORKING = 32  # registers a thread beside the elements that it holds
-# Of all tensors in one pass: several slabs then share a multiprocessor, so that one loads while another stores. Many
-# elements a thread, because the coefficients of its channels take registers too: of one tensor, and of all where that
-# spares half of sixteen warps and more: 384 channels at 32², batch 128, bf16, take 97 µs on an H200 instead of 131.
+# In one pass, bytes of all tensors: several slabs then share a multiprocessor, so that one loads while another stores.
+# Registers a thread of one tensor's slab: many, because the coefficients of its channels take registers too. And the
+# most of all tensors, where that spares half of sixteen warps or more: 384 channels at 32², batch 128, bf16, then take
+# 97 µs on an H200 instead of 131.
 _SLAB_BYTES, _SLAB_REGISTERS, _MOST_SLAB_REGISTERS = 64 * 1024, 32, 64
 _TILE_BYTES, _TILE_REGISTERS = 8 * 1024, 8  # of each tensor in several passes, where nothing waits in registers
 _ROW_BYTES = 32  # the unit in which memory is read and written: a slab's share of a pixel should fill it

@@ -70,7 +70,7 @@ def plan(
 ) -> Launch:  # fmt: skip
     """The launch for one call. Runs nothing."""
     one, target = _pass(dy, weight, padding, stride), target or target_of(dy)
-    # the best one with a residual is that without
+    # filed without the residual: one config serves calls with and without
     arguments = {"dy": dy, "weight": weight, "padding": padding, "stride": stride}
     narrow = narrow_pass(one, OP, config, target, arguments)
     if narrow is not None:

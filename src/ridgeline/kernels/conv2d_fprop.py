@@ -33,15 +33,10 @@ from ridgeline.kernels import conv2d_dgrad, conv2d_wgrad
 from ridgeline.kernels._conv2d_gluon import conv2d_gluon_kernel
 from ridgeline.kernels._conv2d_launch import Product, check_residual, residual_cost
 from ridgeline.kernels._conv2d_narrow import narrow_contract_kernel, narrow_expand_kernel
-from ridgeline.kernels._conv2d_narrow_call import (
-    GRANULE,
-    NarrowConfig,
-    narrow_pass,
-    takes_narrow,
-    with_narrow_configs,
-)
+from ridgeline.kernels._conv2d_narrow_call import NarrowConfig, narrow_pass, takes_narrow, with_narrow_configs
 from ridgeline.kernels._conv2d_pass import (
     DTYPES,
+    GRANULE,
     Config,
     Pass,
     forward_pass,
@@ -103,7 +98,7 @@ def plan(
 ) -> Launch:  # fmt: skip
     """The launch for one call. Runs nothing."""
     one, target = _pass(x, weight, padding, stride), target or target_of(x)
-    # the best one with a residual is that without
+    # filed without the residual: one config serves calls with and without
     arguments = {"x": x, "weight": weight, "bias": bias, "padding": padding, "stride": stride}
     narrow = narrow_pass(one, OP, config, target, arguments)
     if narrow is not None:

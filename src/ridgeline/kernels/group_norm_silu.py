@@ -144,7 +144,7 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
 
 
 def _most_registers(call: Call, config: Config) -> int:
-    """Without dropout so few that three programs of eight warps, or eight of four, share a multiprocessor; none spills."""
+    """Without dropout as few as let three programs of eight warps, or eight of four, share a multiprocessor."""
     held = config.registers(call)
     if call.p or held > _HELD:
         return config.max_registers(call)

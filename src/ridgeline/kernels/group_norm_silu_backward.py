@@ -249,7 +249,7 @@ def group_norm_silu_backward_summed(
 def run(call: BackwardCall, launch: Launch, dx_sum: Tensor | None = None) -> ParameterGradients:
     """Run `launch` and the one after it, which makes dgamma, dbeta, dscale and dshift: those are returned.
 
-    `dx_sum` is written if the launch sums dx, or there is nothing to sum.
+    `dx_sum` is written if the launch sums dx, and zeroed where x is empty.
     """
     found = empty_gradients(call.x, call.gamma, call.beta, call.scale, call.shift)
     if call.x.numel():

@@ -262,28 +262,27 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
     assert call.amax is not None  # as Fp8Call has checked
     tiling = config.slab(call).constants(call)
     constants = {**tiling, "BLOCK_P": config.rows(call), "PIECES": config.pieces(call, call.quads), "W": w}
-    launch: dict[str, Any] = {
-        "grid": (config.programs(call),),
-        "arguments": {
+    words = call.x.new_empty(quads_shape(n, c, h, w, beside=True)[:5], dtype=torch.int32) if call.quads else None
+    return BoundedLaunch(
+        forward_fp8_kernel,
+        grid=(config.programs(call),),
+        arguments={
             "x_ptr": call.x,
             **call.parameters(),
             "fp8_scale_ptr": call.fp8_scale,
             "y_ptr": y,
-            "words_ptr": call.x.new_empty(quads_shape(n, c, h, w, beside=True)[:5], dtype=torch.int32)
-            if call.quads
-            else None,
+            "words_ptr": words,
             "amax_ptr": call.amax.view(torch.int32),
             "counts_ptr": call.counts,
             "row": call.row,
         },
-        "constants": {**constants, **call.constants()},
-        "num_warps": config.num_warps,
-        "num_stages": 1,
-        "output": y,
-    }
-    # left alone, the compiler draws random bits early, in up to 255 registers
-    bound = config.max_registers(call, call.quads)
-    return BoundedLaunch(forward_fp8_kernel, **launch, max_registers=bound)
+        constants={**constants, **call.constants()},
+        num_warps=config.num_warps,
+        num_stages=1,
+        output=y,
+        # left alone, the compiler draws random bits early, in up to 255 registers
+        max_registers=config.max_registers(call, call.quads),
+    )
 
 
 def _default(call: Fp8Call, target: Target) -> Config:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+OUTPUT_MASK = 10  # place among convolution_backward's arguments: which gradients it makes, of input, weight and bias
+
 
 def arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of an operator's call by name, defaults included."""

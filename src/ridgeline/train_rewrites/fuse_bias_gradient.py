@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from ridgeline.kernels import conv2d_wgrad_fp8, group_norm_silu_backward, group_norm_silu_backward_fp8
+from ridgeline.train_rewrites._operators import OUTPUT_MASK
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ _SUM = torch.ops.aten.sum.dim_IntList
 _CONVOLUTION = torch.ops.aten.convolution_backward.default
 _CAST = torch.ops.prims.convert_element_type.default
 _ALL_BUT_CHANNELS = (0, 2, 3)
-_MASK, _BIAS = 10, 2  # places of convolution_backward's output_mask, and in it, of the bias
+_BIAS = 2  # place among convolution_backward's results, and in its output_mask
 
 
 def apply(graph_module: fx.GraphModule) -> int:
@@ -116,7 +117,7 @@ def _is_read(node: fx.Node, index: int) -> bool:
 
 def _mask(convolution: fx.Node) -> list[bool]:
     """Which gradients one of PyTorch's convolutions computes: of its input, its weight, its bias."""
-    mask: Any = convolution.args[_MASK]
+    mask: Any = convolution.args[OUTPUT_MASK]
     return list(mask)
 
 
@@ -135,7 +136,7 @@ def _replace(graph: fx.Graph, node: fx.Node, total: fx.Node) -> None:
         else:
             mask = _mask(convolution)
             mask[_BIAS] = False
-            convolution.update_arg(_MASK, mask)
+            convolution.update_arg(OUTPUT_MASK, mask)
     wide = total.meta["val"].dtype
     for cast in [user for user in node.users if user.target is _CAST and user.args[1] == wide]:
         cast.replace_all_uses_with(total)

@@ -25,9 +25,9 @@ from ridgeline.train_rewrites._operators import arguments, call
 _QUANTIZE = quantize_fp8.OP.overload
 _NORM = group_norm_silu.OP.overload
 _NORM_BACKWARD = group_norm_silu_backward.OP.overload
-_OWN = "passes of their own"
 _NORM_FP8 = group_norm_silu_fp8.OP.overload
 _NORM_BACKWARD_FP8 = group_norm_silu_backward_fp8.OP.overload
+_OWN = "passes of their own"
 
 
 def apply(graph_module: fx.GraphModule) -> int:
@@ -79,7 +79,7 @@ def _with_norm_backward(graph: fx.Graph, node: fx.Node) -> bool:
         return False
     norm, recording = dx.args[0], _recording(given)
     of_norm = arguments(norm)
-    # they must be there where the norm is
+    # the call moves to where the norm is: what it records in must be there by then
     there = all(value.op == "placeholder" for value in recording.values() if isinstance(value, fx.Node))
     if given["fp8_format"] != "e5m2" or not there or not _suits(of_norm, given, group_norm_silu_backward_fp8.fits):
         return False

@@ -22,9 +22,10 @@ _OPS = {op.overload: op for op in (conv2d_fprop.OP, conv2d_dgrad.OP, conv2d_fp8.
 def apply(graph_module: fx.GraphModule) -> int:
     """Replace sums of a convolution's result and another map by the convolution with a residual; returns how many.
 
-    The convolution moves to where the sum was. Of two whose results are added the one with more products reads the
-    other's, since they hide the reading; of equals the later one. Does not fire on: results that others read too, or
-    something lies behind before the sum; stride 2; another dtype, shape or layout; a factor; a second residual.
+    The convolution moves to where the sum was. Where both maps are results of convolutions, the one with more products
+    adds the other's, for they hide the reading; of equals the later one. Does not fire on: a result that has other
+    readers too, or is cast before the sum; stride 2; a map of another dtype, shape or layout; a sum with a factor; a
+    convolution that has a residual already.
     """
     graph = graph_module.graph
     fused = 0

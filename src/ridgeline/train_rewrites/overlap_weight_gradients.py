@@ -1,10 +1,10 @@
 """Weight gradients run beside the rest of the backward: nothing reads them before the optimizer.
 
 A pass over the backward's graph of aten operators, as AOTAutograd hands it to a compiler. `meta["val"]` is what a node
-returns. No buffer of the graph may be written to anew while it runs: `INDUCTOR` are the choices of Inductor for that.
+returns. While the graph runs none of its buffers may be reused: `INDUCTOR` are the settings of Inductor that see to it.
 
-Kernels of small maps leave most of a large GPU idle, and what their time consists of is latency. Those that fill it
-still cover each other's ends. On an H200 the DDPM's step gained as much from all of them as from the small ones alone.
+Kernels of small maps leave most of a large GPU idle, and take the time of their latencies. Those that fill it still
+cover each other's ends. On an H200 the DDPM's step gained as much from all of them as from the small ones alone.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor, fx
 
 from ridgeline.kernels import conv2d_wgrad, conv2d_wgrad_fp8, upsample_conv2d_wgrad
 from ridgeline.side_stream import beside, join
-from ridgeline.train_rewrites._operators import arguments
+from ridgeline.train_rewrites._operators import OUTPUT_MASK, arguments
 
-# nor may it turn convolutions channels-last, which copies their gradients back: maps are already where this is used
+# the last would lay out convolutions anew and copy their gradients back too early; here they are channels-last already
 INDUCTOR = {"allow_buffer_reuse": False, "inplace_buffers": False, "layout_optimization": False}
 
 _aten = torch.ops.aten
 _CONVOLUTION = _aten.convolution_backward.default
-# of Inductor they are other ways to read the same memory
+# to Inductor these are other ways to read the same memory
 _VIEWS = frozenset({operator.getitem, _aten.view.default, _aten.permute.default, _aten.t.default, _aten.squeeze.dim})
 _OWN = (conv2d_wgrad.OP.overload, conv2d_wgrad_fp8.OP.overload, upsample_conv2d_wgrad.OP.overload)
 _TAKEN = frozenset({_aten.mm.default, *_OWN})
@@ -79,7 +79,7 @@ def _split(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
         graph.erase_node(reader)
     mask[1] = False
     if any(mask):
-        node.update_arg(10, mask)
+        node.update_arg(OUTPUT_MASK, mask)
         dx, _, db = node.meta["val"]
         node.meta["val"] = (dx, None, db)
     else:
@@ -122,7 +122,7 @@ def _registered(overload: torch._ops.OpOverload) -> torch._ops.OpOverload:
 def weight_gradient(
     dy: Tensor, x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int
 ) -> Tensor:
-    """By PyTorch's own kernel."""
+    """dw [K, C / groups, R, S] of a convolution that is not transposed, by PyTorch's own kernel, on the side stream."""
     return beside(lambda: _gradient(dy, x, weight, stride, padding, dilation, groups), (dy, x, weight))
 
 
@@ -145,7 +145,7 @@ def _operator(name: str, run: Callable[..., Any], meaning: Callable[..., Any], s
 
 
 def join_beside(gradients: list[Tensor]) -> None:
-    """Whoever reads them is behind what runs beside: to the graph this writes them."""
+    """Let what reads gradients run behind what runs beside: the graph takes this for what writes them."""
     join(gradients)
 
 
