@@ -339,7 +339,7 @@ def test_the_table_holds_the_writeups_beside_ours():
     assert "NVIDIA H200, driver 570.1, power limit 700 W, 1980 MHz after the first rung" in text
     (last,) = [each for each in lines if each.startswith("writeup-5   one")]
     assert last.split("  ")[-1].strip() == "-5.2 %"
-    cells = "21.95 21.60 98.4 % 1,461 0.0 4.2 -59.4 % 133.60 -5.2 %"
+    cells = "21.95 21.60 98.4 % 1,461 0.0 4.21 GB -59.4 % 133.60 -5.2 %"
     assert " ".join(last.split()).endswith(cells)
     assert "host-bound: GPU busy 55% of the wall" in text
     assert lines[-1].split(maxsplit=1) == ["nchw", "given up after 9 s: raise --budget-s"]
@@ -353,7 +353,7 @@ def test_formats_agree():
     assert [float(row["wall_s"]) for row in table] == [row.wall_s for row in rows]
     assert table[0]["against_before"] == ""
     markdown = render(LADDER, output_format="md")
-    assert markdown.count("| 21.95 | 21.60 | 98.4 % | 1,461 | 0.0 | 4.2 | -59.4 % | 133.60 | -5.2 % |") == 1
+    assert markdown.count("| 21.95 | 21.60 | 98.4 % | 1,461 | 0.0 | 4.21 GB | -59.4 % | 133.60 | -5.2 % |") == 1
     with pytest.raises(ValueError, match="format must be one of table, json, csv, md, got 'xml'"):
         render(LADDER, output_format="xml")
 

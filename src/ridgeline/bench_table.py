@@ -218,7 +218,7 @@ _COLUMNS = (
     Column("busy", lambda row: _percent(row.gpu_busy_share, "")),
     Column("kernels", lambda row: _number(row.kernels, 0), rank=2),
     Column("waits", lambda row: _number(row.waits, 1), rank=2),
-    Column("memory GB", lambda row: ABSENT if row.memory_bytes is None else f"{row.memory_bytes / 1e9:.1f}", rank=3),
+    Column("memory", lambda row: ABSENT if row.memory_bytes is None else units.nbytes(row.memory_bytes), rank=3),
     Column("change", lambda row: _percent(row.against_before)),
     Column(f"{WRITEUP_GPU} ms", lambda row: _ms(row.writeup_s), rank=3),
     Column("change there", lambda row: _percent(row.writeup_against_before), rank=3),
