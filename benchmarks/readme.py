@@ -21,7 +21,7 @@ from ridgeline.workloads import ddpm_ladder
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "howto-ddpm-ladder.md")
 RESULTS = ROOT / "benchmarks" / "results"
-STEPS = ("writeup-0", "writeup-3", "writeup-5", "own-upsample", "own-fp8")  # on the front page
+STEPS = ("writeup-0", "writeup-3", "writeup-5", "side-stream", "own-fp8")  # on the front page
 SCALES, RIVALS, OURS = "nsmlx", ("eager", "torch.compile"), "ridgeline"
 BLOCK = re.compile(r"(<!-- table:(?P<name>[\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 

@@ -74,6 +74,14 @@ def fp8_by_reference() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def steps_by_reference() -> Iterator[None]:
+    """The same for many steps: dynamo gives up on a function that it compiled eight times, if not told otherwise."""
+    torch._dynamo.reset()
+    with fp8_by_reference(), torch._dynamo.config.patch(recompile_limit=1000):
+        yield
+
+
 class Net(nn.Module):
     """Convolutions that FP8 takes, after a norm, after an activation and beside a skip, and four that it does not."""
 

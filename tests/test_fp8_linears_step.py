@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8_steps import CLASSES, RECIPE, Training, batches, fp8_by_reference, training
+from fp8_steps import CLASSES, RECIPE, Training, batches, steps_by_reference, training
 from ridgeline.fp8_scaling import ScalingRule
 from ridgeline.kernels.conv2d_fp8 import for_dgrad
 from ridgeline.step_recipe import NAMED
@@ -50,9 +50,7 @@ def net(seed: int = 0) -> Attentive:
 
 @pytest.fixture(scope="module", autouse=True)
 def references() -> Iterator[None]:
-    """Dynamo gives up on a function that it compiled eight times, if it is not told otherwise."""
-    torch._dynamo.reset()
-    with fp8_by_reference(), torch._dynamo.config.patch(recompile_limit=1000):
+    with steps_by_reference():
         yield
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8_steps import IN_FP8, RECIPE, Training, batches, fp8_by_reference, loss, net, training
+from fp8_steps import IN_FP8, RECIPE, Training, batches, loss, net, steps_by_reference, training
 from ridgeline.errors import NotEngaged, UsageError, VerificationFailed
 from ridgeline.fp8_scaling import ScalingRule
 from ridgeline.fp8_step import Fp8Step, paying_passes
@@ -26,9 +26,7 @@ from ridgeline.train_step import compile_step
 
 @pytest.fixture(scope="module", autouse=True)
 def references() -> Iterator[None]:
-    """Dynamo gives up on a function that it compiled eight times, if it is not told otherwise."""
-    torch._dynamo.reset()
-    with fp8_by_reference(), torch._dynamo.config.patch(recompile_limit=1000):
+    with steps_by_reference():
         yield
 
 

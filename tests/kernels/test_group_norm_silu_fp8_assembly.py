@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from triton.backends.nvidia.compiler import get_ptxas
 
-from ridgeline.kernels._group_norm_silu import widening
 from ridgeline.kernels._group_norm_silu_fp8 import _QUANTIZING, _WEAVING
+from ridgeline.kernels._group_norm_silu_pieces import widening
 from ridgeline.kernels._nhwc import next_power_of_2
 from ridgeline.kernels._op import Launch, typical_target
 from ridgeline.kernels.group_norm_silu_fp8 import OP, plan

@@ -15,10 +15,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ridgeline.kernels._group_norm_silu import (
+from ridgeline.kernels._group_norm_silu_dropout import drop, keep_scale, random_stream
+from ridgeline.kernels._group_norm_silu_pieces import (
     affine,
     after,
     centre,
+    column_of,
     combine,
     load_slab,
     moments,
@@ -29,7 +31,6 @@ from ridgeline.kernels._group_norm_silu import (
     to_channels,
     to_groups,
 )
-from ridgeline.kernels._group_norm_silu_dropout import drop, keep_scale, random_stream
 from ridgeline.kernels._op import INTERPRETED
 
 _IN_ASSEMBLY = tl.constexpr(not INTERPRETED)
@@ -150,15 +151,10 @@ def _sum_tiles(
     s1_g = tl.full((KP,), 0, tl.float32)
     s2_g = tl.full((KP,), 0, tl.float32)
     for i in range(COLUMNS):
-        column = slab * COLUMNS + i
-        weight_c, bias_c = affine(
-            gamma_ptr, beta_ptr, scale_ptr, shift_ptr, n, column, COLUMN, SCALE_ROW, SHIFT_ROW, BLOCK_C
-        )
-        rstd_c = to_channels(rstd_g, i * COLUMN, CG, BLOCK_C)
-        mean_c = to_channels(mean_g, i * COLUMN, CG, BLOCK_C)
-        centre_c = centre(mean_c, x_ptr.dtype.element_ty.primitive_bitwidth)
-        slope_c = weight_c * rstd_c
-        bias_c += (centre_c - mean_c) * slope_c
+        column, weight_c, mean_c, rstd_c, centre_c, slope_c, bias_c = column_of(
+            gamma_ptr, beta_ptr, scale_ptr, shift_ptr, mean_g, rstd_g, n, slab, i,
+            COLUMN, COLUMNS, CG, SCALE_ROW, SHIFT_ROW, x_ptr.dtype.element_ty.primitive_bitwidth, BLOCK_C,
+        )  # fmt: skip
         first_pc = tl.full((BLOCK_P, BLOCK_C), 0, tl.float32)
         second_pc = tl.full((BLOCK_P, BLOCK_C), 0, tl.float32)
         for tile in range(TILES):
@@ -190,15 +186,10 @@ def _apply_tiles(
     COLUMN: tl.constexpr = K * CG // COLUMNS
     stream = random_stream(seed_ptr, offset_ptr)
     for i in range(COLUMNS):
-        column = slab * COLUMNS + i
-        weight_c, bias_c = affine(
-            gamma_ptr, beta_ptr, scale_ptr, shift_ptr, n, column, COLUMN, SCALE_ROW, SHIFT_ROW, BLOCK_C
-        )
-        rstd_c = to_channels(rstd_g, i * COLUMN, CG, BLOCK_C)
-        mean_c = to_channels(mean_g, i * COLUMN, CG, BLOCK_C)
-        centre_c = centre(mean_c, x_ptr.dtype.element_ty.primitive_bitwidth)
-        slope_c = weight_c * rstd_c
-        bias_c += (centre_c - mean_c) * slope_c
+        column, _, mean_c, rstd_c, centre_c, slope_c, bias_c = column_of(
+            gamma_ptr, beta_ptr, scale_ptr, shift_ptr, mean_g, rstd_g, n, slab, i,
+            COLUMN, COLUMNS, CG, SCALE_ROW, SHIFT_ROW, x_ptr.dtype.element_ty.primitive_bitwidth, BLOCK_C,
+        )  # fmt: skip
         a_c = slope_c * keep_scale(DROPPED)
         b_c = rstd_c * rstd_c * to_channels(s2_g, i * COLUMN, CG, BLOCK_C) / (HW * CG)
         d_c = rstd_c * to_channels(s1_g, i * COLUMN, CG, BLOCK_C) / (HW * CG) + (centre_c - mean_c) * b_c

@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ridgeline.kernels._group_norm_silu import after, tile_at
 from ridgeline.kernels._group_norm_silu_backward import slab_gradient
+from ridgeline.kernels._group_norm_silu_pieces import after, tile_at
 from ridgeline.kernels._op import INTERPRETED
 from ridgeline.kernels._quads import store_quads
 from ridgeline.kernels._quantize_fp8 import FORMATS, observe, record, to_fp8, to_words

@@ -225,8 +225,10 @@ class Config:
     def max_registers(self, call: Call) -> int:
         """All that a thread may take in one pass, with next to nothing spilled: sixteen warps share a multiprocessor.
 
-        Left alone, the compiler takes up to 170, and draws random bits first, in up to 255.
+        Of a forward without dropout 24, or 32. Left alone, the compiler takes up to 170, and with dropout up to 255.
         """
+        if call.held == 1 and not call.p and self.registers(call) <= _SLAB_REGISTERS:
+            return self.registers(call) + (40 if self.num_warps > 4 else 32)
         return min(max(self.registers(call) + 64, 128), _REGISTERS // (32 * self.num_warps), 255)
 
     def constants(self, call: Call) -> dict[str, int]:

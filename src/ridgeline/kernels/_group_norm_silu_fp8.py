@@ -18,8 +18,8 @@ import struct
 import triton
 import triton.language as tl
 
-from ridgeline.kernels._group_norm_silu import affine, centre, place, statistics, tile_at, widening
 from ridgeline.kernels._group_norm_silu_dropout import drop, keep_scale, random_stream
+from ridgeline.kernels._group_norm_silu_pieces import affine, centre, place, statistics, tile_at, widening
 from ridgeline.kernels._nhwc import activate
 from ridgeline.kernels._op import INTERPRETED
 from ridgeline.kernels._quads import store_quads

@@ -62,7 +62,6 @@ from ridgeline.kernels._op import (
 
 _ACTIVATION_FLOPS = {"none": 0, "silu": 4}
 _DROPOUT_FLOPS = 2
-_HELD = 32  # registers a thread of x, up to which the rest need few
 
 
 def reference(
@@ -130,7 +129,7 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
     if config.again:
         return Launch(forward_again_kernel, arguments=maps, constants=constants, output=y, **options)
     if config.whole(call):
-        options["max_registers"] = _most_registers(call, config)
+        options["max_registers"] = config.max_registers(call)
         return BoundedLaunch(forward_kernel, arguments=maps, constants=constants, output=y, **options)
     first = statistics_launch(call, config)
     return LastLaunch(
@@ -141,14 +140,6 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
         before=(first,),
         **options,
     )
-
-
-def _most_registers(call: Call, config: Config) -> int:
-    """Without dropout as few as let three programs of eight warps, or eight of four, share a multiprocessor."""
-    held = config.registers(call)
-    if call.p or held > _HELD:
-        return config.max_registers(call)
-    return held + (40 if config.num_warps > 4 else 32)
 
 
 def group_norm_silu(
