@@ -25,6 +25,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--data", type=Path, help="CIFAR-10 in any form; default: 50,000 random images of its size")
     parser.add_argument("--budget-s", type=float, default=bench.BUDGET_S, help="for one rung, compilation included")
+    parser.add_argument("--at-once", type=int, default=1, help="rungs compiled side by side; timed one at a time")
     parser.add_argument("--out", type=Path, help="append rows to this JSONL file as they come")
     a = parser.parse_args()
     where = _rows.machine()
@@ -32,7 +33,7 @@ def main() -> int:
     conditions = ddpm_ladder.Conditions(batch=a.batch, data=a.data)
     before = None
     failed = 0
-    for result in bench.climb(rungs, conditions, budget_s=a.budget_s):
+    for result in bench.climb(rungs, conditions, budget_s=a.budget_s, at_once=a.at_once):
         if isinstance(result, bench.Missing):
             failed += 1
             print(f"{result.rung.name}: {result.reason}", file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ from ridgeline.bench import Machine, Measured, Missing, Protocol, Traced
 from ridgeline.bench_table import LadderRow, append_rows, explain, ladder_row, ladder_rows, render
 from ridgeline.cli import main
 from ridgeline.errors import EnvironmentUnusable, NotEngaged, UsageError
-from ridgeline.own_process import OverBudget, call_apart
+from ridgeline.own_process import Apart, OverBudget, call_apart
 from ridgeline.specs import find_spec
 from ridgeline.timing import Timing
 from ridgeline.workloads import ddpm_ladder
@@ -181,13 +181,34 @@ def test_steps_are_counted(few_images, monkeypatch):
     assert (result.findings, result.rewrites, result.traced) == (("a finding",), {"a_rewrite": 2}, None)
 
 
-def test_a_ladder_on_a_cpu(few_images, monkeypatch):
-    def call_here(work, *, budget_s):
-        """Through pickle there and back as between processes, but without the seconds that importing torch takes."""
-        return pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(work))()))
+@pytest.fixture
+def here(monkeypatch):
+    """`Apart` in this process, without the seconds to import torch: what was asked of which rung's call."""
+    asked = []
 
-    monkeypatch.setattr(bench, "call_apart", call_here)
+    class Here:
+        def __init__(self, work, *, budget_s):
+            self.work = work
+            self.name = work.args[0].name
+            asked.append(("begin", self.name, budget_s))
+
+        def prepare(self):
+            asked.append(("prepare", self.name))
+
+        def result(self):
+            asked.append(("time", self.name))
+            return self.work()
+
+        def close(self):
+            asked.append(("close", self.name))
+
+    monkeypatch.setattr(bench, "Apart", Here)
+    return asked
+
+
+def test_a_ladder_on_a_cpu(few_images, here):
     (result,) = bench.climb(chosen(["writeup-3"]), ON_CPU, SHORT)
+    result = pickle.loads(pickle.dumps(result))  # as between processes
     assert isinstance(result, Measured)
     assert (result.rung.name, result.machine.device, result.traced) == ("writeup-3", "cpu", None)
     assert 0 < result.wall_s < 60
@@ -197,24 +218,60 @@ def test_a_ladder_on_a_cpu(few_images, monkeypatch):
     assert re.search(r"^writeup-3 +fused AdamW +[\d,.]+ +- +- +- +- +- +- +137.45 +-$", render([result]), re.MULTILINE)
 
 
-def test_a_rung_that_fails_is_missing_and_the_next_is_climbed(monkeypatch):
-    asked = []
-
-    def call_apart(work, *, budget_s):
-        asked.append((work.func, *work.args, budget_s))
-        if len(asked) == 1:
+def test_rungs_are_compiled_side_by_side_and_timed_one_at_a_time(here, monkeypatch):
+    def measure(rung, *_):
+        if rung is RUNGS[0]:
             raise NotEngaged("it broke")
         return LADDER[0]
 
-    monkeypatch.setattr(bench, "call_apart", call_apart)
-    assert list(bench.climb(RUNGS[:2], ON_CPU, SHORT, budget_s=9)) == [Missing(RUNGS[0], "it broke", 5), LADDER[0]]
-    assert asked == [(bench.measure, rung, ON_CPU, SHORT, 9) for rung in RUNGS[:2]]
+    monkeypatch.setattr(bench, "measure", measure)
+    found = list(bench.climb(RUNGS[:3], ON_CPU, SHORT, budget_s=9, at_once=2))
+    assert found == [Missing(RUNGS[0], "it broke", 5), LADDER[0], LADDER[0]]
+    first, second, third = (rung.name for rung in RUNGS[:3])
+    assert here == [
+        *(("begin", name, 9) for name in (first, second)),
+        *((what, name) for what in ("prepare", "time", "close") for name in (first, second)),
+        ("begin", third, 9),
+        *((what, third) for what in ("prepare", "time", "close")),
+    ]
+    with pytest.raises(UsageError, match="at least 1 rung must be compiled at once, got 0"):
+        next(bench.climb(RUNGS, ON_CPU, at_once=0))
+
+
+def test_a_step_waits_for_its_turn_between_warm_up_and_timing(few_images, monkeypatch):
+    taken = []
+    monkeypatch.setattr(bench, "build", lambda *_: ddpm_ladder.Built(lambda: taken.append("step")))
+    bench.measure(RUNGS[0], ON_CPU, SHORT, lambda: taken.append("wait"))
+    assert taken == ["step", "wait", *["step"] * 6]
 
 
 def test_an_answer_from_a_process_of_its_own():
     assert call_apart(os.getpid, budget_s=60) != os.getpid()
     with pytest.raises(UsageError, match="no spec for GPU 'no such'"):
         call_apart(partial(find_spec, "no such"), budget_s=60)
+
+
+def prepared(path: Path, wait) -> float:
+    """Say that it is prepared, wait, and return what the clock showed after that."""
+    path.touch()
+    wait()
+    return time.time()
+
+
+def test_a_call_waits_in_the_middle_and_its_budget_with_it(tmp_path):
+    calls = [Apart(partial(prepared, tmp_path / name), budget_s=30) for name in "ab"]
+    try:
+        for call in calls:
+            call.prepare()
+        assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
+        calls[0]._left_s = 5.0  # of its own
+        time.sleep(6)
+        before = time.time()
+        first = calls[0].result()
+        assert before <= first <= calls[1].result()
+    finally:
+        for call in calls:
+            call.close()
 
 
 def test_a_process_that_dies_or_hangs_is_its_own():
@@ -379,8 +436,8 @@ def climbed(monkeypatch):
     """The command on a machine with a GPU whose rungs take what LADDER says, those of graphs beyond the budget."""
     asked = []
 
-    def climb(rungs, conditions, *, budget_s):
-        asked.append(([rung.name for rung in rungs], conditions, budget_s))
+    def climb(rungs, conditions, *, budget_s, at_once):
+        asked.append(([rung.name for rung in rungs], conditions, budget_s, at_once))
         known = {result.rung.name: result for result in LADDER}
         return (known.get(rung.name, Missing(rung, "the network broke", 5)) for rung in rungs)
 
@@ -393,7 +450,7 @@ def test_the_command_prints_the_table_and_keeps_the_rows(climbed, capsys, tmp_pa
     out = tmp_path / "rows.jsonl"
     names = ["writeup-0", "writeup-2", "nchw", "writeup-5"]
     argv = ["bench", "ddpm", "--ladder", "--rung", *names, "--out", str(out), "--format", "json", "--batch", "64"]
-    assert main([*argv, "--budget-s", "9"]) == 5
+    assert main([*argv, "--budget-s", "9", "--at-once", "4"]) == 5
     shown = capsys.readouterr()
     found = json.loads(shown.out)
     assert found["missing"] == [{"rung": "nchw", "reason": "the network broke"}]
@@ -401,13 +458,13 @@ def test_the_command_prints_the_table_and_keeps_the_rows(climbed, capsys, tmp_pa
     assert [json.loads(text) for text in out.read_text().splitlines()] == found["rows"]
     assert shown.err.splitlines()[0] == ("ridgeline bench: writeup-0: wall 58.6 ms, GPU busy 32.2 ms, 2,184 images/s")
     assert "ridgeline bench: nchw: the network broke" in shown.err.splitlines()
-    assert climbed == [(names, Conditions(batch=64), 9.0)]
+    assert climbed == [(names, Conditions(batch=64), 9.0, 4)]
 
 
 @pytest.mark.parametrize(("flags", "asked"), [(["--ladder"], list(BY_NAME)), ([], [RUNGS[-1].name])])
 def test_the_whole_ladder_or_its_last_rung(flags, asked, climbed, capsys):
     assert main(["bench", "ddpm", *flags]) == 5
-    assert climbed == [(asked, Conditions(), bench.BUDGET_S)]
+    assert climbed == [(asked, Conditions(), bench.BUDGET_S, 1)]
     assert bool(capsys.readouterr().out) == bool(flags)  # a table without a row is no table
 
 

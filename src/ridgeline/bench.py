@@ -1,5 +1,7 @@
 """Time the rungs of the training ladder, each in a process of its own: wall and GPU-busy time of a whole step.
 
+Several can be compiled side by side; they are timed one at a time, when none of them compiles any more.
+
 Warm-up steps and an untimed run, then runs of timed steps, synchronised between runs only, so that the host may run
 ahead as in training. Then traced steps, for the time in which the GPU works. A process of its own keeps what one rung
 compiles, allocates, traces or breaks from the next.
@@ -15,9 +17,9 @@ from typing import Any
 import torch
 import triton
 
-from ridgeline.errors import EnvironmentUnusable, RidgelineError
+from ridgeline.errors import EnvironmentUnusable, RidgelineError, UsageError
 from ridgeline.overlap import length, union
-from ridgeline.own_process import call_apart, check_budget
+from ridgeline.own_process import Apart, Wait, check_budget
 from ridgeline.timing import Timing, gpu_state, time_callable
 from ridgeline.workloads.ddpm_ladder import Conditions, Rung, Step, build
 
@@ -104,19 +106,38 @@ def require_gpu() -> None:
 
 
 def climb(
-    rungs: Sequence[Rung], conditions: Conditions, protocol: Protocol = Protocol(), *, budget_s: float = BUDGET_S
+    rungs: Sequence[Rung],
+    conditions: Conditions,
+    protocol: Protocol = Protocol(),
+    *,
+    budget_s: float = BUDGET_S,
+    at_once: int = 1,
 ) -> Iterator[Measured | Missing]:
-    """Measure one rung after another, each given up after `budget_s` seconds, compilation included."""
+    """Measure one rung after another, each given up after `budget_s` seconds, compilation included.
+
+    `at_once` of them are compiled side by side, and all stay on the GPU until the last of them is timed.
+    """
     check_budget(budget_s)
-    for rung in rungs:
+    if at_once < 1:
+        raise UsageError(f"ladder: at least 1 rung must be compiled at once, got {at_once}")
+    for start in range(0, len(rungs), at_once):
+        group = rungs[start : start + at_once]
+        calls = [Apart(partial(measure, rung, conditions, protocol), budget_s=budget_s) for rung in group]
         try:
-            yield call_apart(partial(measure, rung, conditions, protocol), budget_s=budget_s)
-        except RidgelineError as error:
-            yield Missing(rung, str(error), error.exit_code)
+            for call in calls:
+                call.prepare()
+            for rung, call in zip(group, calls, strict=True):
+                try:
+                    yield call.result()
+                except RidgelineError as error:
+                    yield Missing(rung, str(error), error.exit_code)
+        finally:
+            for call in calls:
+                call.close()
 
 
-def measure(rung: Rung, conditions: Conditions, protocol: Protocol = Protocol()) -> Measured:
-    """Build a rung's step, time it, then trace it, in this process, which may be slow afterwards."""
+def measure(rung: Rung, conditions: Conditions, protocol: Protocol = Protocol(), wait: Wait = lambda: None) -> Measured:
+    """Build a rung's step, `wait` for its turn, time and trace it, in this process, which may be slow afterwards."""
     built = build(rung, conditions)
     on_gpu = torch.device(conditions.device).type == "cuda"
     if on_gpu:
@@ -125,6 +146,9 @@ def measure(rung: Rung, conditions: Conditions, protocol: Protocol = Protocol())
         torch.cuda.reset_peak_memory_stats()
     for _ in range(protocol.warmup):
         built.step()
+    if on_gpu:
+        torch.cuda.synchronize()
+    wait()
 
     def run() -> None:
         for _ in range(protocol.steps_a_run):

@@ -32,7 +32,7 @@ def bench_ddpm(a: argparse.Namespace) -> int:
         table.append_rows(a.out, ())
     measured: list[Any] = []
     missing: list[Any] = []
-    for result in bench.climb(rungs, conditions, budget_s=a.budget_s):
+    for result in bench.climb(rungs, conditions, budget_s=a.budget_s, at_once=a.at_once):
         if isinstance(result, bench.Missing):
             missing.append(result)
             _say(f"{result.rung.name}: {result.reason}")
@@ -65,6 +65,13 @@ def _add_ddpm(workloads: argparse._SubParsersAction) -> None:
     p.add_argument("--batch", type=int, default=128, help="images a step (default %(default)s)")
     p.add_argument(
         "--budget-s", type=float, default=300.0, metavar="SECONDS", help="for a rung, with compilation (default 300)"
+    )
+    p.add_argument(
+        "--at-once",
+        type=int,
+        default=1,
+        metavar="N",
+        help="rungs compiled side by side, each in its own GPU memory; still timed one at a time (default %(default)s)",
     )
     p.add_argument("--format", choices=FORMATS, default="table")
     p.add_argument("--out", type=Path, metavar="FILE", help="add a JSON object a rung to this file, as they come")

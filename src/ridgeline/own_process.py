@@ -1,11 +1,16 @@
-"""Call a function in a fresh process within a time budget: what it leaves, breaks or hangs stays there."""
+"""Call a function in a fresh process within a time budget: what it leaves, breaks or hangs stays there.
+
+Several may prepare side by side and then work one at a time: see `Apart`.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 from ridgeline.errors import EnvironmentUnusable, RidgelineError, UsageError
 
@@ -20,33 +25,72 @@ class OverBudget(RidgelineError):
     exit_code = 1
 
 
-def call_apart(work: Callable[[], T], *, budget_s: float) -> T:
-    """What `work()` returns in a process of its own, which is over afterwards; `work` and its result must pickle.
+Wait = Callable[[], None]
 
-    Raises the RidgelineError that `work` raises, EnvironmentUnusable where the process ends in any other way (its
-    stderr, which is this one's, says why), OverBudget after `budget_s` seconds, UsageError for no such time.
+
+class Apart(Generic[T]):
+    """`work(wait)` in a process of its own, which is over when this is closed; `work` and its result must pickle.
+
+    `work` calls `wait()` once it is prepared, and goes on when `result` is asked for. `budget_s` is of its own seconds:
+    those it waits are not among them. Raises UsageError for no such time.
     """
-    check_budget(budget_s)
-    context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_send, args=(theirs, work))
-    child.start()
-    theirs.close()
+
+    def __init__(self, work: Callable[[Wait], T], *, budget_s: float) -> None:
+        check_budget(budget_s)
+        self._budget_s = self._left_s = budget_s
+        self._answer: Any = None
+        context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
+        self._pipe, theirs = context.Pipe()
+        self._child = context.Process(target=_send, args=(theirs, work))
+        self._child.start()
+        theirs.close()
+        self._began = time.monotonic()
+
+    def prepare(self) -> None:
+        """Return when `work` waits or is over, with whatever result; no second call is needed, and none does harm."""
+        if self._answer is not None:
+            return
+        try:
+            prepared = self._pipe.poll(max(0.0, self._began + self._left_s - time.monotonic()))
+            self._answer = self._pipe.recv() if prepared else (_FAILED, self._over_budget())
+        except EOFError:
+            self._child.join()
+            text = f"its process ended with exit code {self._child.exitcode}: what it said on stderr tells why"
+            self._answer = (_FAILED, EnvironmentUnusable(text))
+        self._left_s -= time.monotonic() - self._began
+
+    def result(self) -> T:
+        """What `work` returns.
+
+        Raises the RidgelineError that it raises, EnvironmentUnusable where the process ends in any other way (its
+        stderr, which is this one's, says why), OverBudget when its time is up.
+        """
+        self.prepare()
+        if self._answer[0] == _WAITS:
+            self._pipe.send(None)
+            self._answer, self._began = None, time.monotonic()
+            self.prepare()
+        kind, answer = self._answer
+        if kind == _FAILED:
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        self._child.kill()
+        self._child.join()
+        self._pipe.close()
+
+    def _over_budget(self) -> OverBudget:
+        return OverBudget(f"given up after {self._budget_s:g} s: raise the budget")
+
+
+def call_apart(work: Callable[[], T], *, budget_s: float) -> T:
+    """What `work()` returns in a process of its own, which is over afterwards: `Apart` without a wait."""
+    call = Apart(partial(_without_waiting, work), budget_s=budget_s)
     try:
-        if not ours.poll(budget_s):
-            raise OverBudget(f"given up after {budget_s:g} s: raise the budget")
-        answer = ours.recv()
-    except EOFError as error:
-        child.join()
-        raise EnvironmentUnusable(
-            f"its process ended with exit code {child.exitcode}: what it said on stderr tells why"
-        ) from error
+        return call.result()
     finally:
-        child.kill()
-        child.join()
-    if isinstance(answer, RidgelineError):
-        raise answer
-    return answer
+        call.close()
 
 
 def check_budget(budget_s: float) -> None:
@@ -55,10 +99,22 @@ def check_budget(budget_s: float) -> None:
         raise UsageError(f"a budget must be more than 0 s and at most a day, got {budget_s:g} s")
 
 
-def _send(pipe: Connection, work: Callable[[], object]) -> None:
+_WAITS, _DONE, _FAILED = "waits", "done", "failed"
+
+
+def _without_waiting(work: Callable[[], T], _wait: Wait) -> T:
+    return work()
+
+
+def _send(pipe: Connection, work: Callable[[Wait], object]) -> None:
     """The child's side. A refusal is an answer; any other exception ends the process with its traceback."""
+
+    def wait() -> None:
+        pipe.send((_WAITS, None))
+        pipe.recv()
+
     try:
-        answer = work()
+        answer = (_DONE, work(wait))
     except RidgelineError as error:
-        answer = error
+        answer = (_FAILED, error)
     pipe.send(answer)
