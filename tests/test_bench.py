@@ -258,20 +258,34 @@ def prepared(path: Path, wait) -> float:
     return time.time()
 
 
-def test_a_call_waits_in_the_middle_and_its_budget_with_it(tmp_path):
-    calls = [Apart(partial(prepared, tmp_path / name), budget_s=30) for name in "ab"]
+def test_a_call_waits_in_the_middle(tmp_path):
+    calls = [Apart(partial(prepared, tmp_path / name), budget_s=60) for name in "ab"]
     try:
         for call in calls:
             call.prepare()
         assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
-        calls[0]._left_s = 5.0  # of its own
-        time.sleep(6)
+        time.sleep(0.1)
         before = time.time()
         first = calls[0].result()
         assert before <= first <= calls[1].result()
     finally:
         for call in calls:
             call.close()
+
+
+def hanging(wait) -> None:
+    wait()
+    time.sleep(60)
+
+
+def test_a_call_that_hangs_after_its_wait_is_given_up():
+    call = Apart(hanging, budget_s=20)
+    call._budget_s = 0.2  # of what follows
+    try:
+        with pytest.raises(OverBudget, match=r"given up after 0.2 s"):
+            call.result()
+    finally:
+        call.close()
 
 
 def test_a_process_that_dies_or_hangs_is_its_own():

@@ -6,7 +6,7 @@ Several may prepare side by side and then work one at a time: see `Apart`.
 from __future__ import annotations
 
 import multiprocessing
-import time
+import threading
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
@@ -31,33 +31,34 @@ Wait = Callable[[], None]
 class Apart(Generic[T]):
     """`work(wait)` in a process of its own, which is over when this is closed; `work` and its result must pickle.
 
-    `work` calls `wait()` once it is prepared, and goes on when `result` is asked for. `budget_s` is of its own seconds:
-    those it waits are not among them. Raises UsageError for no such time.
+    `work` calls `wait()` once it is prepared, and goes on when `result` is asked for. It has `budget_s` seconds until
+    it waits, and as many from there on. Raises UsageError for no such time.
     """
 
     def __init__(self, work: Callable[[Wait], T], *, budget_s: float) -> None:
         check_budget(budget_s)
-        self._budget_s = self._left_s = budget_s
+        self._budget_s = budget_s
         self._answer: Any = None
         context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
         self._pipe, theirs = context.Pipe()
         self._child = context.Process(target=_send, args=(theirs, work))
         self._child.start()
         theirs.close()
-        self._began = time.monotonic()
+        self._alarm = self._set_alarm()
 
     def prepare(self) -> None:
-        """Return when `work` waits or is over, with whatever result; no second call is needed, and none does harm."""
+        """Return when `work` waits or is over, with whatever result; a second call does nothing."""
         if self._answer is not None:
             return
         try:
-            prepared = self._pipe.poll(max(0.0, self._began + self._left_s - time.monotonic()))
-            self._answer = self._pipe.recv() if prepared else (_FAILED, self._over_budget())
+            self._answer = self._pipe.recv()
         except EOFError:
             self._child.join()
+            over = self._alarm.finished.is_set()
             text = f"its process ended with exit code {self._child.exitcode}: what it said on stderr tells why"
-            self._answer = (_FAILED, EnvironmentUnusable(text))
-        self._left_s -= time.monotonic() - self._began
+            late = OverBudget(f"given up after {self._budget_s:g} s: raise the budget")
+            self._answer = (_FAILED, late if over else EnvironmentUnusable(text))
+        self._alarm.cancel()
 
     def result(self) -> T:
         """What `work` returns.
@@ -67,8 +68,8 @@ class Apart(Generic[T]):
         """
         self.prepare()
         if self._answer[0] == _WAITS:
+            self._answer, self._alarm = None, self._set_alarm()
             self._pipe.send(None)
-            self._answer, self._began = None, time.monotonic()
             self.prepare()
         kind, answer = self._answer
         if kind == _FAILED:
@@ -76,12 +77,16 @@ class Apart(Generic[T]):
         return answer
 
     def close(self) -> None:
+        self._alarm.cancel()
         self._child.kill()
         self._child.join()
         self._pipe.close()
 
-    def _over_budget(self) -> OverBudget:
-        return OverBudget(f"given up after {self._budget_s:g} s: raise the budget")
+    def _set_alarm(self) -> threading.Timer:
+        alarm = threading.Timer(self._budget_s, self._child.kill)
+        alarm.daemon = True
+        alarm.start()
+        return alarm
 
 
 def call_apart(work: Callable[[], T], *, budget_s: float) -> T:
