@@ -65,8 +65,8 @@ def test_equals_a_plain_loop(capture, launches):
     assert_close(actual, expected, **CLOSE)
     assert step.report.optimizer == ONE_PASS == step.report.lines()[-1]
     assert (step.report.replays, step.report.eager_steps) == ((steps, 0) if capture else (0, steps))
-    # two launches a step: those of an eager one, or two warm-ups and a capture
-    assert len(launches) == 2 * (3 if capture else steps)
+    # three launches a step, of them one the norm: those of an eager one, or two warm-ups and a capture
+    assert len(launches) == 3 * (3 if capture else steps)
 
 
 def test_verified_beside_a_plain_loop():
@@ -188,7 +188,7 @@ def test_a_loss_with_weights_of_its_own_and_gradients_at_any_address():
         def forward(self, model, x):
             return F.mse_loss(model(x), x) * self.gain.sum()
 
-    x, results = torch.linspace(0, 1, 32), []
+    x, results, norms = torch.linspace(0, 1, 32), [], []
     for choice in ("never", "always"):
         model, gained = Split(), Gained()
         optimizer = AdamW([*model.parameters(), *gained.parameters()], lr=1e-2)
@@ -196,10 +196,12 @@ def test_a_loss_with_weights_of_its_own_and_gradients_at_any_address():
         step = train_step(model, optimizer, x, loss=gained, ema=ema, clip=0.5, optimizer_kernel=choice)
         for _ in range(4):
             step(x)
+        norms.append(step.grad_norm)
         results.append([*model.parameters(), *gained.parameters(), *ema.tensors()])
         assert ema.updates == 4
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, **CLOSE)
+    torch.testing.assert_close(*norms, **CLOSE)
     assert not torch.equal(results[0][2], torch.ones(3))
 
 

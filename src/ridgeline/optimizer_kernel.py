@@ -2,7 +2,8 @@
 
 torch.optim.AdamW keeps its moments and counts, Ema its averages, the schedulers their floats; only who computes the
 step differs. It reads each gradient once and each weight, moment and average once, where PyTorch's clip, AdamW and lerp
-read weights three times and gradients twice. The norm of all gradients is computed before, by PyTorch.
+read weights three times and gradients twice. The norm that the clip goes by is computed before, by the one launch of
+kernels/grad_norm.py, which finds the gradients through the same addresses.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.optim import AdamW
 from ridgeline.device_optimizer import DeviceOptimizer
 from ridgeline.ema import Ema
 from ridgeline.errors import NotEngaged
-from ridgeline.kernels import adamw_ema
+from ridgeline.kernels import adamw_ema, grad_norm
 from ridgeline.kernels._op import INTERPRETED
 from ridgeline.kernels.adamw_ema import Averaging, Group, Plan
 from ridgeline.weight_copies import WeightCopies
@@ -30,6 +31,7 @@ class OnePass:
     """A step for the tensors that were there when it was built; a graph that has it reads its tables, so keep it."""
 
     plans: tuple[Plan, ...]  # of the weights with an average, and of those without
+    norm: grad_norm.Plan | None  # of the gradients of all of them, in that order; None without a clip
     settings: tuple  # of the optimizer, DeviceOptimizer's: betas and eps stand in the tables
     averaged: frozenset[int]  # ids of the weights whose averages it moves
     ema: Ema | None
@@ -37,21 +39,28 @@ class OnePass:
     copies: WeightCopies  # which it writes, and whose gradients it reads
 
     @torch.no_grad()
-    def step_(self, *, norm: Tensor | None, found_inf: Tensor | None) -> None:
-        """Clip by `norm`, step and average, in place; `found_inf` 1 skips the step, as a GradScaler does."""
+    def step_(self, *, found_inf: Tensor | None) -> Tensor | None:
+        """Clip, step and average, in place; returns the norm of all gradients before the clip, None without one.
+
+        `found_inf` 1 skips the step, as a GradScaler does.
+        """
         if self.ema is not None and self.averaged:
             # before the kernel, which counts the update; nothing that it leaves out is changed by the optimizer
             self.ema.update_rest_(self.model, self.averaged)
         device = self.plans[0].chunks.device
         # Triton launches on the current device, which need not be the model's
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            for plan in self.plans:
-                gradients = [_placed(self.copies.gradient(p), p) for p in plan.parameters]
-                located = adamw_ema.locate(plan, gradients)
-                adamw_ema.step_(plan, located, norm=norm, found_inf=found_inf)
+            parts = [
+                adamw_ema.locate(plan, [_placed(self.copies.gradient(p), p) for p in plan.parameters])
+                for plan in self.plans
+            ]
+            norm = None if self.norm is None else grad_norm.norm(self.norm, grad_norm.join(parts))
+            for plan, gradients in zip(self.plans, parts, strict=True):
+                adamw_ema.step_(plan, gradients, norm=norm, found_inf=found_inf)
         self.copies.written()
         if self.ema is not None and not self.averaged:
             self.ema.update_(self.model)
+        return norm
 
 
 def one_pass(
@@ -85,7 +94,8 @@ def one_pass(
     except (TypeError, ValueError) as error:
         raise NotEngaged(f"the one-pass kernel does not fit ({error})") from error
     averaged = frozenset(id(p) for p in trained if id(p) in averages)
-    return OnePass(tuple(plans), update.settings(), averaged, ema, model, copies)
+    norm = None if clip is None else grad_norm.build([p for plan in plans for p in plan.parameters])
+    return OnePass(tuple(plans), norm, update.settings(), averaged, ema, model, copies)
 
 
 def _groups(

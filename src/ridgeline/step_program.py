@@ -93,13 +93,12 @@ class StepProgram:
         gradients = [(p, g) for p in self.parameters() if (g := self.copies.gradient(p)) is not None]
         trained = [p for p, _ in gradients]
         found_inf = self.scaler.unscale_(trained) if self.scaler else None
-        norm = None
-        if self.parts.clip is not None:
-            norm = self._norm([gradient for _, gradient in gradients])
         if one_pass is not None:
-            one_pass.step_(norm=norm, found_inf=found_inf)
+            norm = one_pass.step_(found_inf=found_inf)
         else:
-            if self.parts.clip is not None and norm is not None:
+            norm = None
+            if self.parts.clip is not None:
+                norm = self._norm([gradient for _, gradient in gradients])
                 # multiplies by 1 where nothing is clipped: cheaper than asking the device
                 clip_grads_with_norm_(trained, self.parts.clip, norm, foreach=True)
             self._update.step_(found_inf)

@@ -42,6 +42,7 @@ from ridgeline.cost import Cost
 from ridgeline.kernels._adamw_ema import CHUNKS, SCALARS, SETTINGS, scalars_kernel, update_kernel
 from ridgeline.kernels._nhwc import cdiv, starts_early
 from ridgeline.kernels._op import Launch, check_launchable, target_of
+from ridgeline.kernels.grad_norm import Gradients, send
 
 _BLOCK_TENSORS = 128  # of the first kernel
 _FLOPS = 19  # of one parameter with everything, a root and a quotient among them; it is the bytes that take the time
@@ -105,20 +106,6 @@ class Plan:
         return tuple(p for group in self.groups for p in group.parameters)
 
 
-@dataclass(frozen=True, eq=False)
-class Gradients:
-    """Where the gradients of a plan's parameters lie; valid while they lie there, in a graph for all its replays."""
-
-    tensors: tuple[Tensor, ...]
-    addresses: Tensor  # [tensors] int64, bit 0 set where the gradient is bf16
-
-    @property
-    def dtypes(self) -> str:
-        """Which there are: "fp32", "bf16" or "mixed"."""
-        narrow = [tensor.dtype == torch.bfloat16 for tensor in self.tensors]
-        return "bf16" if all(narrow) else "mixed" if any(narrow) else "fp32"
-
-
 def build(
     groups: Sequence[Group],
     *,
@@ -149,11 +136,7 @@ def build(
 
 
 def locate(plan: Plan, gradients: Sequence[Tensor]) -> Gradients:
-    """Check gradients, in the order of `plan.parameters`, and send their addresses to the device.
-
-    The addresses travel in the arguments of a few launches (96 tensors each), as those of PyTorch's own fused kernels
-    do: there is no host memory that a captured copy would read again at every replay.
-    """
+    """Check gradients, in the order of `plan.parameters`, and send their addresses to the device."""
     gradients, parameters = tuple(gradients), plan.parameters
     if len(gradients) != len(parameters):
         _refuse(f"{len(parameters)} parameters need as many gradients, got {len(gradients)}")
@@ -161,11 +144,7 @@ def locate(plan: Plan, gradients: Sequence[Tensor]) -> Gradients:
         if gradient.dtype not in (torch.float32, torch.bfloat16):
             _refuse(f"gradients must be float32 or bfloat16, got {gradient.dtype}", TypeError)
         _check_like("a gradient", gradient, parameter, gradient.dtype)
-    addresses = torch.zeros(len(gradients), dtype=torch.int64, device=plan.chunks.device)
-    torch._foreach_add_(  # pyright: ignore[reportPrivateImportUsage]
-        list(addresses.unbind()), [g.data_ptr() | (g.dtype == torch.bfloat16) for g in gradients]
-    )
-    return Gradients(gradients, addresses)
+    return send(gradients, plan.chunks.device)
 
 
 def step_(
