@@ -138,6 +138,13 @@ def test_a_stepless_trace_is_one_step(tmp_path: Path) -> None:
     assert step.kernels[0].op == ""
 
 
+def test_the_copy_of_the_input_belongs_to_a_step_that_nobody_marked(tmp_path: Path) -> None:
+    copy = made.memcpy("Memcpy HtoD (Pageable -> Device)", 60, 30, size_bytes=4096, correlation=8)
+    events = [made.launch(50, 9, correlation=8, name="cudaMemcpyAsync"), copy, *graph_events(["a"])]
+    (found, kernel) = step_of(read(tmp_path, events)).kernels
+    assert (found.known.category, kernel.activity.name) == ("memcpy", "a")
+
+
 def test_a_kernel_that_runs_into_the_next_step_ends_with_its_own(tmp_path: Path) -> None:
     events = [event for number in (1, 2) for event in training_step(1000.0 * number, number)]
     events += [made.launch(1700, 5, correlation=900), made.kernel("long", 1950, 1000, correlation=900, stream=9)]
@@ -264,6 +271,18 @@ def test_nodes_are_aligned_in_the_order_of_capture(tmp_path: Path) -> None:
     events[1]["args"]["graph node id"], events[2]["args"]["graph node id"] = 8, 7  # pyright: ignore
     step = step_of(read(tmp_path, events), eager=read(tmp_path, eager_events(["a", "b"])))
     assert [each.op for each in step.kernels] == ["aten.op1", "aten.op0"]
+
+
+def test_marks_of_nodes_are_modules_until_an_eager_step_knows_better(tmp_path: Path) -> None:
+    events = graph_events(["a", "b", "c"], nodes=True)
+    events[1]["args"] |= {"str": "backbone", "stream": 3}  # pyright: ignore
+    events[2]["args"] |= {"annotation": "['head']"}  # pyright: ignore
+    assert [each.module for each in step_of(read(tmp_path, events)).kernels] == ["backbone", "['head']", ""]
+    eager = [*eager_events(["a", "b", "c"]), made.annotation("module: stem", 0, 15)]
+    step = step_of(read(tmp_path, events), eager=read(tmp_path, eager))
+    assert [(each.op, each.module) for each in step.kernels] == [
+        ("aten.op0", "stem"), ("aten.op1", "['head']"), ("aten.op2", ""),
+    ]  # fmt: skip
 
 
 def test_another_grid_is_matched_by_name_between_sure_matches(tmp_path: Path) -> None:

@@ -248,9 +248,25 @@ def test_a_fix_is_scored(capsys, run, tmp_path):
     code, out, _ = ridgeline_(capsys, "explain", "--scorecard")
     assert code == 0
     assert out.startswith("all rules: 1 of 1 inside the interval (100 %)")
+    code, out, _ = ridgeline_(capsys, "explain", after)
+    assert "Promised and brought" in out and "inside the interval" in out
+    assert "Promised and brought" in ridgeline_(capsys, "report", after)[1]
     code, _, err = ridgeline_(capsys, "diff", run, after, "--fixed", "K99")
     assert code == 2
     assert "no finding K99" in err
+
+
+def test_a_fix_of_one_of_several_findings_is_scored(capsys, run, tmp_path):
+    found = read_profile(run)
+    first, *others = found.findings
+    twice = (replace(first, source="train.py:7"), replace(first, source="train.py:9"), *others)
+    before = write_profile(tmp_path / "before.json", replace(found, findings=twice))
+    code, _, err = ridgeline_(capsys, "diff", before, run, "--fixed", first.rule)
+    assert code == 2
+    assert "name the source, one of train.py:7, train.py:9" in err
+    code, _, err = ridgeline_(capsys, "diff", before, run, "--fixed", f"{first.rule}@train.py:9")
+    assert code == 0
+    assert f"ridgeline diff: {first.rule}@train.py:9 " in err
 
 
 # --- profile ---------------------------------------------------------------------------------------------------------

@@ -1,12 +1,14 @@
 """Trap 25: the pre-flight names exactly the lines that would sync or break capture, and no others."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim import LBFGS, SGD, Adagrad, AdamW
 
 from ridgeline.obstacles import preflight
 from steps import batches, loss, net
@@ -129,6 +131,68 @@ def test_layers_of_pytorch_are_blamed_on_the_line_that_calls_them():
     assert "# CALLS" in finding.code
 
 
+def stepping(make):
+    """A step of a linear layer whose optimizer steps in the marked line, and its input."""
+    layer = nn.Linear(4, 4)
+    optimizer = make(layer.parameters())
+
+    def step(x):
+        layer(x).sum().backward()
+        optimizer.step()  # STEPS
+        optimizer.zero_grad()
+
+    return step, torch.ones(2, 4)
+
+
+RATE = "Python number as lr"
+
+
+@pytest.mark.parametrize(
+    ("make", "why", "breaks"),
+    [
+        (lambda p: SGD(p, lr=0.1), RATE, False),
+        (lambda p: SGD(p, lr=0.1, momentum=0.9, fused=True), RATE, False),
+        (lambda p: Adagrad(p, lr=0.1), RATE, False),  # its counts of steps are the host's, and may be read
+        (lambda p: AdamW(p, lr=0.1), "capturable=False", True),
+        (lambda p: AdamW(p, lr=torch.tensor(0.1), fused=True), "capturable=False", True),
+        (lambda p: SGD(p, lr=torch.tensor(0.1)), "reads a tensor on the host", True),  # unless it is fused
+    ],
+)
+def test_a_rate_of_the_hosts_is_named_with_the_line_that_steps(make, why, breaks):
+    step, x = stepping(make)
+    for _ in range(2):  # without state and with
+        (finding,) = preflight(step, x)
+        assert finding.code.endswith("# STEPS")
+        assert (finding.breaks, why in finding.why) == (breaks, True)
+
+
+def test_a_rate_on_the_device_is_no_finding():
+    step, x = stepping(lambda p: SGD(p, lr=torch.tensor(0.1), momentum=0.9, fused=True))
+    assert preflight(step, x) == []
+
+
+def test_what_breaks_capture_is_told_before_what_freezes_in_one_line():
+    layer = nn.Linear(4, 4)
+    optimizer = LBFGS(layer.parameters(), lr=0.1, max_iter=1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = layer(torch.ones(2, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    (finding,) = preflight(lambda: optimizer.step(closure))
+    assert (finding.what, finding.breaks) == ("item", True)
+
+
+def test_optimizers_are_left_alone_afterwards():
+    hooks = sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
+    before = dict(hooks)
+    with pytest.raises(ZeroDivisionError):
+        preflight(lambda: 1 / 0)
+    assert hooks == before
+
+
 def test_a_failing_step_raises_as_it_would():
     with pytest.raises(ZeroDivisionError):
         preflight(lambda: 1 / 0)
@@ -144,3 +208,21 @@ def test_copies_between_host_and_device_are_named():
     (finding,) = preflight(lambda x: x.to("cpu"), x.cuda())
     assert finding.why == "reads a tensor on the host"
     assert preflight(lambda x: torch.ones(3).sum().item() + x, x.cuda()) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("on_device", "names"), [(True, []), (False, ["AdamW"])])
+def test_an_optimizer_on_the_device_is_no_finding(on_device, names):
+    layer, x = nn.Linear(4, 4).cuda(), torch.ones(2, 4, device="cuda")
+    lr = torch.tensor(0.1, device="cuda") if on_device else 0.1
+    optimizer = AdamW(layer.parameters(), lr=lr, fused=True, capturable=True)
+
+    def step():
+        layer(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        assert [(finding.what, finding.breaks) for finding in preflight(step, device="cuda")] == [
+            (what, False) for what in names
+        ]

@@ -12,6 +12,7 @@ from importlib.resources import files
 import pytest
 
 import profiles_made
+from ridgeline.finding import Saving
 from ridgeline.html_page import page
 from ridgeline.profile_html import profile_page
 from ridgeline.profile_html_tables import top_points
@@ -76,6 +77,34 @@ def test_headline_findings_and_limits_are_said():
     idents = {attrs["id"] for _, attrs in PARSED.tags if "id" in attrs}
     assert links <= idents
     assert {f"finding-{index}" for index in range(3)} <= links
+
+
+def test_what_to_do_first_is_what_the_terminal_says():
+    first, second, wait, _ = PROFILE.findings
+    tiny = replace(wait, saving=Saving(0.0, 1e-6, 2e-6))
+    html = profile_page(replace(PROFILE, findings=(tiny, first, second)))
+    picked = [attrs["href"] for _, attrs in _Page(html).tags if "#finding-" in attrs.get("href", "")]
+    assert picked == ["#finding-1", "#finding-2"]
+
+
+def test_a_page_without_a_fix_worth_a_word_links_to_none():
+    spent = tuple(replace(f, rule="K1", saving=Saving(0.0, 0.0, 1e-9)) for f in PROFILE.findings)
+    parsed = _Page(profile_page(replace(PROFILE, findings=spent)))
+    assert "No finding names a saving worth a word." in parsed.text
+    assert not any("#finding-" in attrs.get("href", "") for _, attrs in parsed.tags)
+
+
+def test_idle_time_is_the_traces():
+    assert re.search(r"GPU idle\s*<?.*?in the trace, mostly", PARSED.text, flags=re.S)
+
+
+def test_long_names_of_kernels_do_not_widen_a_small_screen():
+    title = "4 kernels at 9 % of the roof: triton_" + "fused_native_group_norm_backward_" * 40
+    spent = replace(PROFILE.findings[1], rule="K20", title=title, saving=Saving(0.0, 0.0, 1e-9))
+    html = profile_page(replace(PROFILE, findings=(PROFILE.findings[0], spent)))
+    (told,) = re.findall(r'<p class="note">Nothing is left, after the fixes above, of (.*?)</p>', html)
+    assert len(told) < 700
+    assert re.search(r"\.note, \.limits \{ overflow-wrap: anywhere; \}", html)
 
 
 def test_the_waterfalls_are_to_scale():

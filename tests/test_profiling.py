@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch.profiler import profile as torch_profile
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import ridgeline
 from gpu_company import alone_on_gpu
 from ridgeline import profile_child, profile_loop, profiling, step_marks
+from ridgeline.cudagraph import capture
 from ridgeline.errors import EnvironmentUnusable, NotEngaged, UsageError
 from ridgeline.profile_child import Finished, Watch
 from ridgeline.profile_plan import (
@@ -90,10 +92,12 @@ def test_a_mark_tells_who_listens_and_else_does_nothing(monkeypatch):
     monkeypatch.setattr(step_marks, "_listeners", [])
     ridgeline.mark_step()
     heard = []
-    step_marks.listen(lambda: heard.append("mark"))
+    monkeypatch.setattr(step_marks, "_of_steps", [])
+    step_marks.listen(lambda: heard.append("mark"), steps=lambda: heard.append("step"))
     ridgeline.mark_step()
+    step_marks.step_taken()
     ridgeline.mark_step()
-    assert heard == ["mark", "mark"]
+    assert heard == ["mark", "step", "mark"]
 
 
 def test_a_mark_loads_no_torch():
@@ -148,6 +152,19 @@ def test_marks_win_over_optimizers(watched):
     assert recorder.steps == 2
 
 
+def test_steps_of_a_graph_count_where_the_optimizer_is_inside(watched):
+    watch, recorder = watched
+    watch.stepped(watch, (), {})  # while the step was made
+    watch.taken()
+    assert recorder.steps == 1
+    watch.taken()
+    watch.stepped(watch, (), {})
+    assert recorder.steps == 2
+    watch.marked()  # who marks a loop of such steps is asked from then on
+    watch.taken()
+    assert recorder.steps == 2
+
+
 def test_a_process_may_run_on_to_its_end(monkeypatch):
     watch, recorder = Watch(time_plan(to_end=True)), Counted(1)
     monkeypatch.setattr(watch, "_make", lambda _: recorder)
@@ -173,12 +190,15 @@ def test_what_was_seen_of_a_short_loop_is_kept(watched):
 
 
 def test_one_process_of_several_is_watched(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.nn.Module, "train", torch.nn.Module.train)  # the first is told of it until the test ends
+    # the first is told of both until the test ends
+    monkeypatch.setattr(torch.nn.Module, "train", torch.nn.Module.train)
+    monkeypatch.setattr(_BaseDataLoaderIter, "__next__", _BaseDataLoaderIter.__next__)
     first, second = Watch(time_plan(tmp_path)), Watch(time_plan(tmp_path))
     first.marked()
     second.marked()
     assert isinstance(first._recorder, Timer)
     assert first._validation is not None
+    assert first._batches is first._recorder.batches
     assert second._recorder is None
     assert second._validation is None
 
@@ -551,6 +571,24 @@ def test_kernels_of_a_captured_step_get_their_operators(tmp_path):
         found = ridgeline.profile(step, (batch,), steps=10)
     assert step.report.replays >= 10
     assert found.attributed_share > 0.9
+
+
+@pytest.mark.gpu
+def test_trap_1_a_session_before_the_capture_leaves_a_whole_trace_or_none():
+    with torch_profile():
+        pass
+    net = torch.nn.Sequential(*[torch.nn.Conv2d(32, 32, 3, padding=1) for _ in range(8)]).cuda()
+    x = torch.rand(16, 32, 64, 64, device="cuda")
+    with torch.no_grad():
+        replay = capture(net, [x]).replay
+    with alone_on_gpu():
+        try:
+            found = ridgeline.profile(replay, steps=10)
+        except EnvironmentUnusable as refusal:
+            assert "CUDA graph" in str(refusal)
+        else:
+            assert found.coverage is not None and 0.95 <= found.coverage <= 1.02
+            assert sum(row.count for row in found.kernels) >= 8
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import pytest
 import profiles_made
 from ridgeline.errors import EnvironmentUnusable, UsageError
 from ridgeline.profile_record import WallTime
-from ridgeline.scorecard import calibrate, record, scorecard
+from ridgeline.scorecard import calibrate, record, scorecard, scored
 
 BEFORE, AFTER = profiles_made.made(), profiles_made.after_fixes()
 
@@ -45,6 +45,23 @@ def test_hit_rates_by_rule_and_overall(folder):
     assert card.lines()[0].startswith("all rules: 3 of 4 inside the interval (75 %), brought 0.87 times")
     assert card.damaged == ()
     assert [path.name for path in folder.iterdir()] == ["scorecard.jsonl"]
+
+
+def test_a_profile_shows_the_fixes_of_its_subject(folder):
+    assert scored(AFTER) == AFTER
+    made = record(BEFORE, "L1", AFTER)
+    record(BEFORE, "L1", AFTER)  # the same two runs compared again
+    other = record(BEFORE, "H9", taking(0.0413))
+    record(replace(BEFORE, subject="another"), "L1", replace(AFTER, subject="another"))
+    record(replace(BEFORE, gpu="another"), "L1", replace(AFTER, gpu="another"))
+    assert scored(AFTER).calibrations == (made, other)
+    assert scored(scored(AFTER)) == scored(AFTER)
+
+
+def test_a_record_that_cannot_be_read_is_a_warning(folder, caplog):
+    (folder / "scorecard.jsonl").mkdir(parents=True)
+    assert scored(AFTER) == AFTER
+    assert "scorecard.jsonl (Is a directory)" in caplog.text
 
 
 def test_rules_are_listed_by_number():

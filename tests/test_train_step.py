@@ -10,6 +10,7 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 import recorded_graph
+from ridgeline import step_marks
 from ridgeline.ema import Ema
 from ridgeline.errors import NotEngaged, UsageError
 from ridgeline.loss_scale import ScaleRule
@@ -54,6 +55,19 @@ def test_launching_the_operators_takes_the_step_that_replays_take():
     assert (replays, none) == (2, 0)
     torch.testing.assert_close(actual, expected, **CLOSE)
     torch.testing.assert_close(theirs, weights, **CLOSE)
+
+
+@CAPTURES
+def test_a_profile_is_told_of_each_step_once(capture, monkeypatch):
+    told = []
+    monkeypatch.setattr(step_marks, "_of_steps", [lambda: told.append(1)])
+    data = batches(3)
+    model = net()
+    step = train_step(model, AdamW(model.parameters(), lr=1e-3), data[0], capture=capture)
+    assert told == []
+    for batch in data:
+        step(batch)
+    assert len(told) == 3
 
 
 @CAPTURES

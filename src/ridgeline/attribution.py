@@ -3,7 +3,7 @@
 kernel -> launch      by correlation id; all kernels of one CUDA graph share their launch's
 launch -> operators   by external id, else those open on the launching thread
 backward -> forward   by autograd's sequence number: a gradient belongs to the module and line of its forward operator
-inside a graph        by aligning an eager step with the replay (`graph_alignment`)
+inside a graph        by aligning an eager step with the replay (`graph_alignment`); the mark of a node is its module
 """
 
 from __future__ import annotations
@@ -132,6 +132,7 @@ def _attributed(
             classify(activity.name, activity.kind, ours=own),
             op=operator_of(chain, activity.name, ours=own),
             in_graph=in_graph,
+            module=activity.mark,
         )
         if launch is not None and not in_graph:
             kernel = _placed(kernel, launch, chain, host, trained=trained)

@@ -83,7 +83,8 @@ def diff(a: argparse.Namespace) -> int:
     found = _module("profile_diff").diff_profiles(before, after, allow_unlike=a.unlike)
     print(_module("profile_diff_text").render_diff(found, a.format, max_rows=a.rows).rstrip("\n"))
     if a.fixed:
-        calibration = _module("scorecard").record(before, a.fixed, after)
+        rule, _, source = a.fixed.partition("@")
+        calibration = _module("scorecard").record(before, rule, after, source=source)
         _say("diff")(f"{a.fixed} {_module('profile_summary').calibration_text(calibration)}")
     grown = [text for text in (gate.exceeds(found, expression) for expression in a.fail_on) if text]
     for text in grown:
@@ -92,7 +93,7 @@ def diff(a: argparse.Namespace) -> int:
 
 
 def report(a: argparse.Namespace) -> int:
-    return _show(a, _module("profile_json").read_profile(a.run_file))
+    return _show(a, _module("scorecard").scored(_module("profile_json").read_profile(a.run_file)))
 
 
 def _show(a: argparse.Namespace, profile: Any) -> int:
@@ -167,7 +168,11 @@ def _add_diff(verbs: argparse._SubParsersAction) -> None:
         help="exit 1 if it grew so: wall>3%%, category:layout>0.5ms",
     )
     p.add_argument("--unlike", action="store_true", help="compare also profiles of different GPUs or subjects")
-    p.add_argument("--fixed", metavar="RULE", help="AFTER has this finding of BEFORE fixed: score what it promised")
+    p.add_argument(
+        "--fixed",
+        metavar="RULE[@SOURCE]",
+        help="AFTER has this finding of BEFORE fixed, of several that at file:line: score what it promised",
+    )
     p.add_argument("--format", choices=DIFF_FORMATS, default="table")
     _add_rows(p)
 

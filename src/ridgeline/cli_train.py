@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def train_ddpm(a: argparse.Namespace) -> int:
     training, settings = _workload("training"), _workload("settings")
     given = {name: value for name, value in vars(a).items() if name not in NOT_SETTINGS and value is not None}
     chosen = settings.settings_for(a.out, given, resume=a.resume)
-    with _progress(chosen.steps) as report:
+    with _progress(chosen.steps, chosen.batch) as report:
         result = training.train(chosen, a.out, resume=a.resume, device=a.device, report=report)
     print(json.dumps({**vars(result), "checkpoint": str(result.checkpoint)}))
     return 0
@@ -57,10 +58,15 @@ def _workload(name: str) -> Any:
 
 
 @contextmanager
-def _progress(steps: int) -> Iterator[Callable[[Any], None]]:
-    """What shows a `run_log.Line` on stderr: a bar on a terminal, else a text line at each."""
+def _progress(steps: int, batch: int) -> Iterator[Callable[[Any], None]]:
+    """What shows a `run_log.Line` on stderr: a bar on a terminal, else a text line at each, and how long is left."""
     if not sys.stderr.isatty():
-        yield lambda line: print(f"step {line.step}/{steps} {_numbers(line)}", file=sys.stderr, flush=True)
+
+        def show(line: Any) -> None:
+            left = "" if not line.images_per_s else f" {_clock((steps - line.step) * batch / line.images_per_s)} left"
+            print(f"step {line.step}/{steps} {_numbers(line)}{left}", file=sys.stderr, flush=True)
+
+        yield show
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -69,6 +75,11 @@ def _progress(steps: int) -> Iterator[Callable[[Any], None]]:
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("starting", total=steps)
         yield lambda line: bar.update(task, completed=line.step, description=_numbers(line))
+
+
+def _clock(seconds: float) -> str:
+    """Hours, minutes and seconds: 1:02:03."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 def _numbers(line: Any) -> str:

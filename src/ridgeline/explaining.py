@@ -27,6 +27,7 @@ from ridgeline.profile_json import read_profile
 from ridgeline.profile_plan import Facts, facts_beside, read_facts
 from ridgeline.profile_record import Profile, WallTime
 from ridgeline.profile_tables import profile_of
+from ridgeline.scorecard import scored
 from ridgeline.specs import ACCUMULATE, find_spec
 from ridgeline.step_view import Ceilings, Step, Sync
 from ridgeline.trace import Device, Trace
@@ -69,19 +70,20 @@ def explain(
     facts      what `ridgeline profile` wrote beside its trace; default: NAME.facts.json, where it is there
     operators  a trace of the same step outside its CUDA graph, for the names of the kernels inside
     gpu        whose ceilings count; default: the one that the trace names
-    Raises UsageError for what cannot be read, EnvironmentUnusable for a trace from which kernels are missing.
+    With it comes what the user's scorecard holds of this subject. Raises UsageError for what cannot be read,
+    EnvironmentUnusable for a trace from which kernels are missing.
     """
     path = Path(path)
     if is_saved_profile(path):
         if (facts, operators, gpu) != (None, None, None):
             raise UsageError(f"{path} is a saved profile, which is explained already: name its trace instead")
-        return read_profile(path)
+        return scored(read_profile(path))
     beside = facts_beside(path)
     known = _facts(Path(facts)) if facts is not None else _facts(beside) if beside.exists() else None
     name = path.name.removesuffix(".gz").rpartition(".")[0] or path.name
     trace = read_trace(path, progress=progress)
     eager = read_trace(operators, progress=progress) if operators is not None else None
-    return explained(trace, Subject(name, command or f"ridgeline explain {path}", known, eager), gpu=gpu)
+    return scored(explained(trace, Subject(name, command or f"ridgeline explain {path}", known, eager), gpu=gpu))
 
 
 def explained(trace: Trace, subject: Subject, *, gpu: str | None = None) -> Profile:

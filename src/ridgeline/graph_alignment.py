@@ -66,7 +66,7 @@ def _told(kernel: Kernel, like: Kernel) -> Kernel:
         known=known,
         call=like.call,
         op=like.op,
-        module=like.module,
+        module=like.module or kernel.module,
         source=like.source,
         phase=like.phase,
         shapes=like.shapes,

@@ -1,8 +1,9 @@
 """Which lines of a training step would wait for the GPU or break its capture in a CUDA graph, found without a GPU.
 
-The step runs once, on the tensors it has, under two watchers: one sees Python calls (`torch.tensor`, `.cpu()`, print),
-the other every aten operator below them, the backward pass included. A finding is the innermost line of the caller's
-own code. Operators are judged by PyTorch's tags for data-dependent values and shapes, so new ones are known too.
+The step runs once, on the tensors it has, under three watchers: of Python calls (`torch.tensor`, `.cpu()`, print), of
+every aten operator below them, the backward pass included, and of optimizers, whose rates a graph would keep. A finding
+is the innermost line of the caller's own code. Operators are judged by PyTorch's tags for data-dependent values and
+shapes, so new ones are known too.
 
 Where the step's tensors are on the CPU they stand for the GPU's; a tensor made without a `device=`, from nothing or
 from Python values, stands for a host tensor, which may be read freely.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import linecache
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -20,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -32,7 +36,7 @@ _HERE = str(Path(__file__).parent)
 class Finding:
     """One line that a captured step may not have; `breaks` is False where capture only freezes a value."""
 
-    what: str  # the call or operator: "item", "nonzero", "torch.tensor"
+    what: str  # the call, operator or optimizer: "item", "nonzero", "torch.tensor", "AdamW"
     file: str  # "" where no Python line is to blame
     line: int
     code: str
@@ -67,6 +71,17 @@ _FROZEN = _Rule(
     "makes a constant, which a graph keeps as it was at capture", "pass it in with the batch if it ever changes", False
 )
 
+_COMPILE_STEP = "capture the step with ridgeline.compile_step, which needs neither"
+_NOT_CAPTURABLE = _Rule(
+    "has capturable=False, with which PyTorch refuses to capture it",
+    f"pass capturable=True and a tensor on the device as lr, or {_COMPILE_STEP}",
+)
+_HOST_RATE = _Rule(
+    "has a Python number as lr, which a graph keeps as it was at capture, whatever a scheduler says",
+    f"pass a tensor on the device, with capturable=True or fused=True, or {_COMPILE_STEP}",
+    False,
+)
+
 _READERS = {"cpu", "numpy", "tolist", "__array__", "__repr__", "__str__", "__format__"}
 _MAKERS = {"tensor", "as_tensor", "asarray"}
 _FACTORIES = {
@@ -86,7 +101,7 @@ def preflight(fn: Callable[..., object], *inputs: Any, device: torch.device | st
     What the call changes (gradients, buffers, random state) stays changed; `compile_step` puts it back.
     """
     watch = _Watch(_device_type(fn, inputs, device))
-    with _Calls(watch), _Operators(watch):
+    with _Calls(watch), _Operators(watch), _optimizers(watch):
         fn(*inputs)
     return list(watch.findings.values())
 
@@ -114,8 +129,10 @@ class _Watch:
         file, line = (frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0)
         code = linecache.getline(file, line).strip() if file else ""
         name = _NAMES.get(what, what)
-        # one line, one finding: x.tolist() is also seen as the copy that it makes
-        self.findings.setdefault((file, line), Finding(name, file, line, code, rule.why, rule.remedy, rule.breaks))
+        # one line, one finding: x.tolist() is also seen as the copy that it makes; what breaks capture is told first
+        before = self.findings.get((file, line))
+        if before is None or (rule.breaks and not before.breaks):
+            self.findings[file, line] = Finding(name, file, line, code, rule.why, rule.remedy, rule.breaks)
 
 
 class _Calls(TorchFunctionMode):
@@ -203,6 +220,28 @@ class _Operators(TorchDispatchMode):
         if source == target:
             return None
         return _UPLOAD if source == "cpu" else _READ
+
+
+@contextmanager
+def _optimizers(watch: _Watch) -> Iterator[None]:
+    """Note every optimizer that steps and takes from the host what changes from step to step."""
+
+    def stepping(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        name, groups = type(optimizer).__name__, optimizer.param_groups
+        for group in groups:
+            for parameter in () if group.get("capturable") or group.get("fused") else group["params"]:
+                for count in _tensors(optimizer.state.get(parameter, {}).get("step")):
+                    watch.host[count] = True
+        if any(group.get("capturable") is False for group in groups):
+            watch.note(name, _NOT_CAPTURABLE)
+        elif not all(isinstance(group.get("lr", 0.0), Tensor) for group in groups):
+            watch.note(name, _HOST_RATE)
+
+    handle = register_optimizer_step_pre_hook(stepping)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _is_masked(name: str, args: tuple) -> bool:

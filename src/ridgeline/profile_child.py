@@ -25,6 +25,8 @@ from ridgeline.profile_plan import Plan, read_plan
 STARTED = "started"  # a file of this name says that at least one process was reached
 CLAIMED = "watched"  # whose process is watched
 _OPTIMIZERS = "torch.optim.optimizer"
+_LOADERS = "torch.utils.data.dataloader"
+_OPTIMIZER, _STEP, _MARK = range(3)  # what tells of steps, the best last
 
 
 class Finished(SystemExit):
@@ -42,20 +44,24 @@ def start(plan_path: Path) -> None:
 
 
 class Watch:
-    """Tells a recorder of this process's steps: those of the optimizer that stepped first, or of `mark_step()`."""
+    """Tells a recorder of this process's steps: the loop's marks, else those of a `TrainStep`, else of an optimizer.
+
+    Of several optimizers it is the one that stepped first.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._process = os.getpid()
         self._recorder: Any = None
         self._done = False
-        self._marked = False
+        self._told_by = _OPTIMIZER  # what tells steps apart, as far as is known by now
         self._validation: Any = None  # watched as long as steps are timed; None else
+        self._batches: Any = None  # likewise
         self._optimizer: int | None = None  # id of the one whose steps count: a loop may have several
 
     def install(self) -> None:
         """Listen for marks now, and for optimizers as soon as torch has them."""
-        step_marks.listen(self.marked)
+        step_marks.listen(self.marked, steps=self.taken)
         if _OPTIMIZERS in sys.modules:
             self.hook(sys.modules[_OPTIMIZERS])
         else:
@@ -66,18 +72,19 @@ class Watch:
         optimizers.register_optimizer_step_post_hook(self.stepped)
 
     def marked(self) -> None:
-        """`mark_step()` was called. Marks win over optimizers: who sets them knows the loop."""
-        first, self._marked = not self._marked, True
-        # where an optimizer's step was counted already, this is the same step of the loop
-        if not (first and self._recorder is not None):
-            self._step()
+        """`mark_step()` was called: who sets marks knows the loop."""
+        self._tell(_MARK)
+
+    def taken(self) -> None:
+        """A `TrainStep` took a step. While it was made its optimizer stepped, later it may do so inside a graph."""
+        self._tell(_STEP)
 
     def stepped(self, optimizer: Any, _args: object, _kwargs: object) -> None:
         """An optimizer stepped."""
         if self._optimizer is None:
             self._optimizer = id(optimizer)
-        if not self._marked and id(optimizer) == self._optimizer:
-            self._step(optimizer)
+        if id(optimizer) == self._optimizer:
+            self._tell(_OPTIMIZER, optimizer)
 
     def at_exit(self) -> None:
         """Keep what was seen of a loop that ended by itself, and of a run that was seen to its end."""
@@ -90,12 +97,22 @@ class Watch:
         if to_end and self._validation is not None:
             self._recorder.saw_end(self._validation)
 
+    def _tell(self, source: int, optimizer: Any = None) -> None:
+        """A step ended, as `source` says; it is heard unless a better one was heard before."""
+        if source < self._told_by:
+            return
+        first, self._told_by = source > self._told_by, source
+        # where a lesser source told of a step already, this is the same step of the loop
+        if not (first and self._recorder is not None):
+            self._step(optimizer)
+
     def _step(self, optimizer: Any = None) -> None:
         # a forked child, such as a loader's worker, has this object and no steps of its own to show
         if os.getpid() != self._process:
             return
         if self._validation is not None:
             self._validation.stepped()
+            self._batches.stepped()
         if self._done:
             return
         if self._recorder is None:
@@ -126,6 +143,8 @@ class Watch:
         if self._plan.kind == "time" and not rank:
             self._validation = steps.ValidationTime()
             self._validation.watch_(torch.nn.Module)
+            self._batches = recorder.batches
+            self._batches.watch_(import_module(_LOADERS)._BaseDataLoaderIter)  # no public name tells of each batch
         atexit.register(self.at_exit)
         return recorder
 

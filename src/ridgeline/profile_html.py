@@ -13,6 +13,8 @@ from ridgeline.html_page import Section, page, text
 from ridgeline.profile_html_tables import copy_table, kernel_tables, point_table, sync_table, top_points
 from ridgeline.profile_record import Profile
 from ridgeline.profile_summary import (
+    NO_FIX,
+    best,
     busy_share,
     calibration_text,
     duration,
@@ -66,7 +68,11 @@ def _overview(profile: Profile) -> str:
     facts = (
         ("Step", units.seconds(step_s(profile)), _step_note(profile)),
         ("GPU busy", share_text(busy_share(profile)), f"{units.seconds(profile.busy_s)} of work"),
-        ("GPU idle", units.seconds(idle_s) if idle_s else "none", f"mostly {cause}" if idle_s else "in the trace"),
+        (
+            "GPU idle",
+            units.seconds(idle_s) if idle_s else "none",
+            "in the trace" + (f", mostly {cause}" if idle_s else ""),
+        ),
         ("Of the roof", share_text(roof_share(profile)), _roof_note(profile)),
         ("After the fixes", units.seconds(left_s) if left_s is not None else ABSENT, "is left of the step"),
     )
@@ -74,10 +80,8 @@ def _overview(profile: Profile) -> str:
         f'<div><dt>{name}</dt><dd class="big">{text(value)}</dd><dd>{text(note)}</dd></div>'
         for name, value, note in facts
     )
-    picks = "".join(
-        _pick(index, finding) for index, finding in enumerate(profile.findings) if finding in _best(profile)
-    )
-    heading = "<h3>What to do first</h3>" if picks else '<p class="lede">No finding names a saving.</p>'
+    picks = "".join(_pick(index, finding) for index, finding in enumerate(profile.findings) if finding in best(profile))
+    heading = "<h3>What to do first</h3>" if picks else f'<p class="lede">{NO_FIX.capitalize()}.</p>'
     return (
         f'<h2>{text(profile.subject)}</h2><p class="meta">{text(profile.gpu)}</p><dl class="strip">{items}</dl>'
         + heading
@@ -91,10 +95,6 @@ def _step_note(profile: Profile) -> str:
         return "in the trace; nobody timed it unprofiled"
     low, high = units.seconds(profile.wall.low_s), units.seconds(profile.wall.high_s)
     return f"{low} to {high} in {profile.wall.n} unprofiled steps; {traced}"
-
-
-def _best(profile: Profile) -> tuple[Finding, ...]:
-    return priced(profile)[:3]
 
 
 def _pick(index: int, finding: Finding) -> str:
@@ -192,7 +192,7 @@ def _findings(profile: Profile) -> str:
         for index, finding in enumerate(shown)
         if finding not in gone
     )
-    names = text("; ".join(f"{finding.rule} {finding.title}" for finding in gone))
+    names = "; ".join(f"{text(finding.rule)} {_short(finding.title)}" for finding in gone)
     nothing = f'<p class="note">Nothing is left, after the fixes above, of {names}.</p>' if gone else ""
     hidden = len(profile.findings) - len(shown)
     more = f'<p class="note">{hidden} more, of lower rank, are in the JSON.</p>' if hidden else ""

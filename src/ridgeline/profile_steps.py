@@ -18,6 +18,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from ridgeline.gpu_watch import GpuWatch, Load, under_load
+from ridgeline.profile_batches import BatchWatch
 from ridgeline.profile_plan import LONGEST_SETTLING, TRACE, Facts, Plan, Traced, result_path, write_record
 from ridgeline.profile_record import WallTime
 from ridgeline.step_clock import StepClock
@@ -51,7 +52,7 @@ class Timer:
     """Times unprofiled steps and writes `Facts`, the GPU's clocks meanwhile among them.
 
     `parameters` are those that the loop trains, where it trains, and `device` is theirs: torch's number of the GPU,
-    None for the current one.
+    None for the current one. `batches` saw what a DataLoader gave it.
     """
 
     def __init__(self, plan: Plan, *, on_gpu: bool) -> None:
@@ -65,6 +66,7 @@ class Timer:
         self._facts: Facts | None = None
         self.parameters: tuple[tuple[tuple[int, ...], str], ...] = ()
         self.device: int | None = None
+        self.batches = BatchWatch()
 
     def step(self) -> bool:
         if self._on_gpu and self._gpu is None:
@@ -97,7 +99,7 @@ class Timer:
             complete=self._first is not None and self._seen - self._first >= self._plan.steps,
             gpu=torch.cuda.get_device_name() if self._on_gpu else "",
             gpu_s=wall.median_s if self._on_gpu else None,
-            settings={**settings(on_gpu=self._on_gpu, load=load), **watched},
+            settings={**settings(on_gpu=self._on_gpu, load=load), **watched, **self.batches.settings()},
             environment=environment(on_gpu=self._on_gpu, state=load.state if load else state),
             parameters=self.parameters,
         )
@@ -106,7 +108,7 @@ class Timer:
     def saw_end(self, validation: ValidationTime) -> None:
         """Add what was seen of the whole run to the facts, after `finish`."""
         if self._facts is not None:
-            whole = validation.settings(step_s=self._facts.wall.median_s)
+            whole = {**validation.settings(step_s=self._facts.wall.median_s), **self.batches.settings()}
             self._write(replace(self._facts, settings={**self._facts.settings, **whole}))
 
     def _write(self, facts: Facts) -> None:

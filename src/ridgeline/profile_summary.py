@@ -14,6 +14,7 @@ WEIGHTY = 0.005  # of a step: less is no headline, for repeated timings differ b
 NOTHING = 0.0005  # of a step: findings that save less at most, after those before them, are named together
 WAITS = ("H5", "H6", "H7", "H8")  # told in full however little they save: they forbid a graph
 ABOVE_ROOF = 1.05  # of its roofline time a kernel cannot take less by measurement error alone
+NO_FIX = "no finding names a saving worth a word"
 EFFORT_WORDS = {"S": "a flag or a line", "M": "an edit", "L": "a kernel or a restructuring"}
 
 
@@ -53,18 +54,26 @@ def spent(profile: Profile) -> tuple[Finding, ...]:
     return tuple(f for f in priced(profile) if f.saving and f.saving.high_s < floor_s and f.rule not in WAITS)
 
 
+def best(profile: Profile) -> tuple[Finding, ...]:
+    """The fixes to make first, three at most: those worth a headline and, where there are none, those worth a word."""
+    gone = spent(profile)
+    left = [finding for finding in priced(profile) if finding not in gone]
+    weighty = [f for f in left if f.saving and f.saving.mid_s >= WEIGHTY * step_s(profile)]
+    return tuple((weighty or left)[:3])
+
+
 def headline(profile: Profile) -> tuple[tuple[str, str], ...]:
     """(label, text) pairs: the step, how busy the GPU is, how far its roof is, and the three fixes worth most."""
     facts = [("subject", profile.subject), ("step", step_text(profile)), ("GPU busy", busy_text(profile))]
     if profile.idle:
-        facts.append(("GPU idle", f"{units.seconds(sum(profile.idle.values()))}: {_largest(profile.idle)}"))
+        idle_s = sum(profile.idle.values())
+        facts.append(("GPU idle", f"{units.seconds(idle_s)} in the trace: {_largest(profile.idle)}"))
     facts.append(("of the roof", roof_text(profile)))
-    weighty = [f for f in priced(profile) if f.saving and f.saving.mid_s >= WEIGHTY * step_s(profile)]
-    for number, finding in enumerate((weighty or priced(profile))[:3], 1):
+    for number, finding in enumerate(best(profile), 1):
         worth = f"{worth_text(finding)}, {effort(finding)}"
         facts.append((f"fix {number}", f"{finding.rule} {finding.title}: {worth}"))
-    if not priced(profile):
-        facts.append(("fixes", "no finding names a saving"))
+    if not best(profile):
+        facts.append(("fixes", NO_FIX))
     return tuple(facts)
 
 

@@ -34,6 +34,7 @@ from ridgeline.profile_plan import (
 from ridgeline.profile_record import Profile
 from ridgeline.profile_run import CommandFailed, Say, fitted, time_steps, trace_steps
 from ridgeline.profile_steps import Recorder, Timer, Tracer
+from ridgeline.scorecard import scored
 from ridgeline.trace import Trace
 from ridgeline.trace_reader import GRAPH_LAUNCHES, read_trace
 
@@ -141,7 +142,7 @@ def record_command(command: Sequence[str], folder: Path, choices: Choices, *, sa
 
 
 def finish(folder: Path, subject: Subject, trace: Trace) -> Profile:
-    """Explain the trace, with those beside it in `folder`, and save the profile there.
+    """Explain the trace, with those beside it in `folder`, save the profile there, and add what the scorecard holds.
 
     Raises EnvironmentUnusable where kernels are missing from it.
     """
@@ -150,7 +151,7 @@ def finish(folder: Path, subject: Subject, trace: Trace) -> Profile:
     )
     found = explained(trace, replace(subject, operators=operators, stacks=stacks))
     write_profile(folder / PROFILE, found)
-    return found
+    return scored(found)
 
 
 def require_gpu() -> None:

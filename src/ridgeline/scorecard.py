@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from ridgeline.errors import EnvironmentUnusable, UsageError
 from ridgeline.finding import Finding
 from ridgeline.plain import from_plain, to_plain
 from ridgeline.profile_record import Calibration, Profile, WallTime
+
+_log = logging.getLogger(__name__)
 
 _FILE = "scorecard.jsonl"
 
@@ -101,6 +104,22 @@ def record(before: Profile, rule: str, after: Profile, *, source: str = "") -> C
     )
     _append(cache_dir() / _FILE, json.dumps(to_plain(entry), allow_nan=False))
     return calibration
+
+
+def scored(profile: Profile) -> Profile:
+    """The profile with what fixes of its subject on its GPU promised and brought: each once, in the order recorded.
+
+    A record that cannot be read is a warning.
+    """
+    try:
+        entries, _ = _entries(cache_dir() / _FILE)
+    except EnvironmentUnusable as error:
+        _log.warning("%s", error)
+        return profile
+    alike = [entry for entry in entries if (entry.subject, entry.gpu) == (profile.subject, profile.gpu)]
+    # who compares two runs twice has applied one fix
+    once = {(entry.calibration, entry.before_s, entry.after_s): entry.calibration for entry in alike}
+    return replace(profile, calibrations=tuple(dict.fromkeys((*profile.calibrations, *once.values()))))
 
 
 def scorecard() -> Scorecard:

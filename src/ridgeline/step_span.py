@@ -65,9 +65,10 @@ def spans_of(trace: Trace, activities: Sequence[Activity], launches: Mapping[int
     for place, index in enumerate(order):
         follower = first[order[place + 1]] if place + 1 < len(order) else None
         start_s = first[index]
-        # of a single marked step the time before its first kernel is part of it: no step before it is known
-        if marked and len(hosts) == 1:
-            start_s = min(start_s, hosts[index][0])
+        # what comes before the first kernel of a single step is part of it, for no step before it is known: the time
+        # where somebody marked its begin, else the copy of its input
+        if len(hosts) == 1:
+            start_s = min(start_s, hosts[index][0] if marked else activities[0].start_s)
         inside = activities[bisect_left(starts, start_s) : bisect_left(starts, follower or float("inf"))]
         last_s = max(activity.end_s for activity in inside)
         end_s = follower if follower is not None else max(last_s, hosts[index][1]) if marked else last_s

@@ -31,6 +31,7 @@ class Activity:
     blocks_per_sm: float = 0.0  # of the whole grid spread evenly; 0 where unknown
     bytes: int = 0  # of a copy or fill
     graph_node: int | None = None  # which node of a CUDA graph, where the profiler says
+    mark: str = ""  # that of the node: what torch.cuda._annotate_cuda_graph_trace wrote beside it
 
     @property
     def end_s(self) -> float:

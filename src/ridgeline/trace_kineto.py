@@ -59,17 +59,23 @@ def _kernel(args: Json) -> Row:
         blocks_per_sm if math.isfinite(blocks_per_sm) else 0.0,
         0,
         int(args.get("graph node id", 0)) or None,  # 0 outside graphs
+        _mark(args),
     )
 
 
 def _memcpy(args: Json) -> Row:
     node = int(args.get("graph node id", 0)) or None
     place = (int(args.get("device", 0)), int(args.get("stream", 0)))
-    return "memcpy", *place, (), (), 0, 0, 0.0, int(args.get("bytes", 0)), node
+    return "memcpy", *place, (), (), 0, 0, 0.0, int(args.get("bytes", 0)), node, _mark(args)
 
 
 def _memset(args: Json) -> Row:
     return "memset", *_memcpy(args)[1:]
+
+
+def _mark(args: Json) -> str:
+    """What `mark_kernels` of torch.cuda._graph_annotations was told, if that was a text."""
+    return sys.intern(str(args.get("str") or args.get("annotation") or ""))
 
 
 def _operator(args: Json) -> Row:

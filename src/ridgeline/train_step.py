@@ -27,6 +27,7 @@ from ridgeline.errors import NotEngaged
 from ridgeline.fp8_step import Fp8LayerState
 from ridgeline.obstacles import Finding, preflight
 from ridgeline.side_stream import ReadEarly
+from ridgeline.step_marks import step_taken
 from ridgeline.step_program import Loss, Parts, StepProgram
 from ridgeline.step_recipe import StepRecipe, step_recipe
 from ridgeline.step_state import Key, Snapshot, Structure, flatten, signature
@@ -147,7 +148,9 @@ class TrainStep:
             self._eager_steps += 1
         # the graph's own memory is overwritten by the next replay; what the caller keeps must not change
         self.grad_norm = norm if norm is None or graph is None else norm.clone()
-        return loss if graph is None else loss.clone()
+        loss = loss if graph is None else loss.clone()
+        step_taken()
+        return loss
 
     def launch_operators(self, batch: Any) -> Tensor:
         """One step as the graphs hold it, compiled as they are, its operators launched one by one; returns the loss.

@@ -33,6 +33,12 @@ def launches(count: int, *, lead: float, gap: float, us: float = 5.0, cause: str
     return [piece for _ in range(count) for piece in (idle(gap, cause), work(us, lead=lead))]
 
 
+def shaped(*, shapes: int, usual: float) -> Step:
+    """A step with launch gaps, whose loop gets batches of so many shapes, the most frequent one in this share."""
+    settings = {"distinct_shapes": str(shapes), "usual_shape_share": str(usual)}
+    return step(*launches(9, lead=NEAR, gap=10), settings=settings)
+
+
 @dataclass(frozen=True)
 class Case:
     rule: object
@@ -201,12 +207,20 @@ def test_every_rule_fires_and_keeps_silent():
         ),
         (host.no_graph, step(*CONSTANT, *launches(9, lead=NEAR, gap=10)), "aten::to"),
         (host.no_graph, step(*launches(9, lead=NEAR, gap=10), settings={"distinct_shapes": "9"}), "9 shapes"),
+        (host.no_graph, shaped(shapes=2, usual=0.6), "2 shapes"),
     ],
 )
 def test_abstains(rule, made, needs):
     (word,) = rule(made)
     assert isinstance(word, Abstention)
     assert needs in word.reason
+
+
+def test_trap_27_a_rare_other_shape_forbids_no_graph():
+    (finding,) = host.no_graph(shaped(shapes=2, usual=0.975))
+    assert finding.fix.endswith("Drop or pad the batches of other shapes, 2.5 % of all.")
+    (finding,) = host.no_graph(shaped(shapes=1, usual=1.0))
+    assert "shapes" not in finding.fix
 
 
 def test_no_abstention_where_there_is_nothing_to_see():

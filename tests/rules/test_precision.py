@@ -204,6 +204,9 @@ def test_large_3x3_convolutions_are_candidates_and_small_1x1_are_not():
     assert finding.saving.low_s < finding.saving.mid_s < finding.saving.high_s
     assert finding.title.startswith("1 kernel ") and finding.title.endswith("1 would not")
     assert "1 of 3x3 256→256 at 40x40 fprop" in finding.note
+    assert finding.verb == ""  # FP8 is for training here
+    (finding,) = only(fp8.fp8_candidates, replace(made, trained=True))
+    assert finding.verb == 'ridgeline.compile_step(…, recipe="fp8")'
 
 
 def test_gradients_quantise_what_they_read():

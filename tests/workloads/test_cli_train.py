@@ -141,7 +141,7 @@ def test_refusals_are_the_librarys():
 
 def test_a_terminal_gets_a_bar(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with cli_train._progress(10) as report:
+    with cli_train._progress(10, 128) as report:
         report(Line(10, 0.25, 1e-4, 1.0, 1234.5))
     shown = capsys.readouterr().err
     assert "10/10" in shown and "loss 0.2500 lr 1.00e-04 1234 images/s" in shown
@@ -164,3 +164,13 @@ def test_sigint_leaves_a_run_that_can_be_resumed(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run("train", "ddpm", "--data", "x.npz", "--out", "run", "--steps", "4", *options)
     assert Path("run/step-00000001.pt").exists()
+
+
+def test_a_line_of_text_says_how_long_is_left(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    with cli_train._progress(5000, 128) as report:
+        report(Line(1000, 0.25, 1e-4, 1.0, 64.0))
+        report(Line(5000, 0.25, 1e-4, 1.0, None))
+    first, last = capsys.readouterr().err.splitlines()
+    assert first == "step 1000/5000 loss 0.2500 lr 1.00e-04 64 images/s 2:13:20 left"  # 4,000 steps of two seconds
+    assert last == "step 5000/5000 loss 0.2500 lr 1.00e-04"

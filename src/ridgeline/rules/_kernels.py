@@ -31,6 +31,8 @@ _CONVOLUTIONS = {
     "cudnn_convolution_relu": 1, "cudnn_convolution_add_relu": 1, "_conv_depthwise2d": 1, "thnn_conv2d": 1,
     "_slow_conv2d_forward": 1, "conv2d_act": 1, "depthwise_conv2d_act": 1, "convolution_backward": 2,
 }  # fmt: skip
+# those whose arguments tell a transposed convolution, whose weight is [in, out / groups, R, S]
+_TRANSPOSABLE = ("convolution", "_convolution", "convolution_overrideable", "convolution_backward")
 _PRODUCTS = {"mm": 1, "matmul": 1, "bmm": 1, "linear": 1, "addmm": 2, "baddbmm": 2, "_addmm_activation": 2}
 # pauses that go with the kernel before them; waits and the loader's stay
 _PAUSES = ("launch", "unknown")
@@ -153,13 +155,14 @@ class Problem:
     x: Dims
     w: Dims
     dtype: str  # of the activation, as the trace spells it
+    transposed: bool = False  # a transposed convolution
 
     @property
     def depthwise(self) -> bool:
         return self.groups > 1 and self.w[1] == 1
 
     def output_elements(self, flops: float) -> float:
-        """Elements of the output, from the FLOPs of one pass over the problem."""
+        """Elements of the output, from the FLOPs of one pass over the problem, which is no transposed convolution."""
         depth = self.area * self.channels[0] // self.groups
         return flops / (2 * depth)
 
@@ -173,9 +176,17 @@ def problem_of(kernel: Kernel) -> Problem | None:
     if not at or len(shapes) <= at:
         return None
     x, w = shapes[at - 1], shapes[at]
+    if min((*x, *w), default=0) < 1:
+        return None
     dtype = kernel.call.dtypes[at - 1] if len(kernel.call.dtypes) > at - 1 else ""
     if name in _CONVOLUTIONS:
-        if len(x) != 4 or len(w) != 4 or not w[1]:
+        if len(x) != 4 or len(w) != 4:
+            return None
+        arguments = kernel.call.concrete[5 + at :] if name in _TRANSPOSABLE else ()
+        if arguments[:1] == ("True",):
+            groups = int(arguments[2]) if len(arguments) > 2 and arguments[2].isdigit() else 1
+            return Problem(elements(x), elements(w), (x[1], w[1] * groups), w[2] * w[3], groups, x, w, dtype, True)
+        if x[1] % w[1]:
             return None
         return Problem(elements(x), elements(w), (x[1], w[0]), w[2] * w[3], x[1] // w[1], x, w, dtype)
     if len(x) < 2 or len(w) < 2:

@@ -10,12 +10,13 @@ correct anything.
     torch                     version, "2.11.0+cu128"
     recompiles                recompilations of compiled code while the run was watched;  recompile_s, their seconds
     steps                     steps that the run was watched for
-    distinct_shapes           distinct shapes of a batch in one epoch
+    distinct_shapes           of batches that a DataLoader gave to the steps watched;  usual_shape_share, the share of
+                              these steps whose batch had the most frequent one
     memory_reserved_bytes     of torch's allocator;  memory_allocated_bytes, of these in use
     memory_peak_bytes         most memory in use;  memory_total_bytes, what the GPU has
     sm_clock_mhz              under load;  sm_clock_max_mhz, the most it may
     throttle_reasons          why the clock was held down under load, "" where it was not
-    cpus                      cores that the process may use;  threads, of torch;  loader_workers
+    cpus                      cores that the process may use;  threads, of torch;  loader_workers, of a DataLoader
     validations               how often the run left its steps to validate, where it was seen to its end
     validation_share          part of that run's time that validation took, 0 to 1; missing where there was none
     traced_steps              steps in the trace

@@ -15,11 +15,23 @@ from dataclasses import dataclass
 
 from ridgeline import units
 from ridgeline.finding import Abstention, Edit, Finding
-from ridgeline.rules._kernels import HALVES, Problem, faster, freed_s, matrix, pass_of, problem_of, saving_of, unseen
+from ridgeline.rules._kernels import (
+    HALVES,
+    Problem,
+    faster,
+    freed_s,
+    matrix,
+    pass_of,
+    problem_of,
+    saving_of,
+    unseen,
+    verb,
+)
 from ridgeline.rules._rule import evidence, notable, plural
 from ridgeline.step_view import Ceilings, Kernel, Step
 
 STATIC, DYNAMIC, FUSED = 3.0, 5.0, -1.0  # bytes an element
+_RECIPE = 'ridgeline.compile_step(…, recipe="fp8")'
 _NAMED = 8  # kinds of problems listed in a finding
 
 
@@ -58,8 +70,8 @@ def choose(problem: Problem, flops: float, pass_: str, ceilings: Ceilings) -> Ch
 def fp8_candidates(step: Step) -> Iterator[Finding | Abstention]:
     """K19: bf16 and fp16 convolutions and products whose time in FP8, quantising included, would be shorter.
 
-    Holds on GPUs with FP8 tensor cores, for layers whose numbers stand 3 bits of mantissa. Needs shapes and FLOPs; a
-    kernel keeps the share of the roofline that it has now.
+    Holds on GPUs with FP8 tensor cores, for layers whose numbers stand 3 bits of mantissa; transposed and grouped
+    convolutions are left out. Needs shapes and FLOPs; a kernel keeps the share of the roofline that it has now.
     """
     if step.ceilings is None or "tensor_fp8" not in step.ceilings.peaks:
         return
@@ -70,7 +82,7 @@ def fp8_candidates(step: Step) -> Iterator[Finding | Abstention]:
     declined = 0
     for kernel in halves:
         problem = _problem(kernel)
-        if problem is None or not kernel.flops or problem.groups > 1:
+        if problem is None or not kernel.flops or problem.groups > 1 or problem.transposed:
             continue
         choice = choose(problem, kernel.flops, pass_of(kernel), step.ceilings)
         if choice.pays:
@@ -91,7 +103,7 @@ def fp8_candidates(step: Step) -> Iterator[Finding | Abstention]:
         title=f"{plural(len(found), 'kernel')} would be faster in FP8, quantising included; {declined} would not",
         fix="Run these passes in FP8 with delayed scaling, and let the kernel before each write FP8 itself; leave the "
         "others in 16 bits.",
-        verb="",
+        verb=verb(step, training=_RECIPE, inference=""),
         saving=saving_of(step, mid, low=freed_s(step, low) / mid_s, high_s=freed_s(step, high)),
         effort="L",
         confidence="modelled",

@@ -30,6 +30,7 @@ from ridgeline.rules.syncs import kind_of
 from ridgeline.step_view import Gap, Step, Sync
 
 _BUSY = 0.85  # part of the step that the GPU works in a step that is not bound by launches
+_USUAL = 0.9  # part of the steps whose batches must have one shape, for a graph to be worth capturing
 _QUEUED_GAP_S = 5e-6  # between kernels that are already queued; longer ones have another cause
 _STEPS_WITHOUT_ENDS = 2  # traced steps from which one is followed by another
 _INPUT_BYTES = 1024  # a smaller upload is a constant made within the step, not its images or labels
@@ -176,19 +177,20 @@ def no_graph(step: Step) -> Iterable[Finding | Abstention]:
     if names:
         yield Abstention("W1", f"a graph cannot hold waits for the GPU ({', '.join(names)}): see H6 first")
         return
-    if "distinct_shapes" in step.settings and number(step, "distinct_shapes") > 1:
-        shapes = step.settings["distinct_shapes"]
-        yield Abstention("W1", f"batches come in {shapes} shapes and a graph holds one: pad or bucket them first")
+    shapes, usual = _batches(step)
+    if shapes > 1 and usual < _USUAL:
+        yield Abstention("W1", f"batches come in {shapes:.0f} shapes and a graph holds one: pad or bucket them first")
         return
     uploads = sum(k.activity.bytes for k in step.kernels if "HtoD" in k.activity.name)
     # the input goes once more through memory, into the graph's own buffer
     copies_s = 2 * uploads / step.ceilings.bandwidth if step.ceilings else 0.0
     mid_s = sum(max(0.0, step.gaps[index].duration_s - GRAPH_GAP_S) for index in gaps) - copies_s
     reads = " Reads of values on the host (H5, H7, H8) must leave the step first." if step.syncs else ""
+    others = f" Drop or pad the batches of other shapes, {units.percent(1 - usual)} of all." if shapes > 1 else ""
     yield Finding(
         rule="W1",
         title=f"no CUDA graph: {units.seconds(idle_s)} a step pass between launches",
-        fix=f"Capture the whole step once and replay it with one launch.{reads}",
+        fix=f"Capture the whole step once and replay it with one launch.{reads}{others}",
         verb="ridgeline.compile_step" if step.trained else "ridgeline.compile",
         saving=saving(idle_s / 2, mid_s, idle_s, cap_s=idle_s),
         effort="S",
@@ -198,6 +200,13 @@ def no_graph(step: Step) -> Iterable[Finding | Abstention]:
         edit=closed(step, gaps, mid_s),
         note=f"launch gaps, less {units.seconds(GRAPH_GAP_S)} each and the copy into the graph's input",
     )
+
+
+def _batches(step: Step) -> tuple[float, float]:
+    """How many shapes batches come in, one where nobody looked, and the share of the most frequent one."""
+    known = step.settings
+    shapes = number(step, "distinct_shapes") if "distinct_shapes" in known else 1.0
+    return shapes, number(step, "usual_shape_share") if "usual_shape_share" in known else 0.0
 
 
 def _is_obstacle(step: Step, sync: Sync) -> bool:

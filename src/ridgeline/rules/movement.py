@@ -181,9 +181,9 @@ def _pooling(kernel: Kernel) -> tuple[int, int, int]:
     if call is None or called(kernel) != "max_pool2d_with_indices" or len(call.concrete) < 4 or len(call.shapes[0]) < 3:
         return 0, 0, 0
     window, stride, padding = ([int(n) for n in _NUMBER.findall(text)] for text in call.concrete[1:4])
-    if not window:
-        return 0, 0, 0
     stride, padding = stride or window, padding or [0]
+    if not stride or not stride[-1]:
+        return 0, 0, 0
     x = call.shapes[0]
     sides = [(side + 2 * padding[-1] - window[-1]) // stride[-1] + 1 for side in x[-2:]]
     return item_bytes(call.dtypes[0]), elements(x), elements(x[:-2]) * math.prod(sides)

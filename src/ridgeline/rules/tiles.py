@@ -168,7 +168,8 @@ def _waves(step: Step, kernel: Kernel) -> float:
     """Blocks over what the GPU holds at once; 0 where that cannot be told from the trace."""
     activity = kernel.activity
     blocks, threads = math.prod(activity.grid), math.prod(activity.block)
-    if not (activity.grid and activity.block and activity.registers) or _PERSISTENT.search(activity.name):
+    told = activity.grid and activity.block and min(blocks, threads, activity.registers) > 0
+    if not told or _PERSISTENT.search(activity.name):
         return 0.0
     held = -(-activity.registers // _REGISTER_STEP) * _REGISTER_STEP * threads
     resident = max(_REGISTERS // held, 1)
