@@ -28,7 +28,7 @@ import _rows
 from ridgeline import bench, units
 from ridgeline.errors import RidgelineError, UsageError, VerificationFailed
 from ridgeline.models.classifiers import ConvNeXtTiny, ResNet50
-from ridgeline.own_process import call_apart
+from ridgeline.own_process import Wait, in_turn
 from ridgeline.step_recipe import NAMED
 from ridgeline.timing import MIN_REPEATS, Timing, differs, time_callable
 from ridgeline.train_step import TrainStep, compile_step
@@ -102,24 +102,24 @@ class Measured:
 
 def main(argv: list[str] | None = None) -> int:
     a = _arguments(argv)
-    planned = {net: jobs(a, net) for net in a.net}
+    planned = [job for net in a.net for job in jobs(a, net)]
     where = _rows.machine(a.device)
     failed = 0
-    for net, its_jobs in planned.items():
-        rival: Measured | None = None
-        for job in its_jobs:
-            try:
-                measured = call_apart(partial(measure, job), budget_s=a.budget_s)
-            except UsageError:
-                raise
-            except RidgelineError as error:
-                failed += 1
-                print(f"{net} {job.recipe}: {error}", file=sys.stderr, flush=True)
-                continue
-            print("\n".join(lines(measured, rival)), flush=True)
-            if a.out:
-                _rows.append(a.out, [results_row(where, measured, rival)])
-            rival = measured if job.recipe == RIVAL else rival
+    rivals: dict[str, Measured] = {}
+    works = [partial(measure, job) for job in planned]
+    for job, found in zip(planned, in_turn(works, budget_s=a.budget_s, at_once=a.at_once), strict=True):
+        if isinstance(found, UsageError):
+            raise found
+        if isinstance(found, RidgelineError):
+            failed += 1
+            print(f"{job.net} {job.recipe}: {found}", file=sys.stderr, flush=True)
+            continue
+        rival = rivals.get(job.net)
+        print("\n".join(lines(found, rival)), flush=True)
+        if a.out:
+            _rows.append(a.out, [results_row(where, found, rival)])
+        if job.recipe == RIVAL:
+            rivals[job.net] = found
     return 1 if failed else 0
 
 
@@ -136,8 +136,11 @@ def jobs(a: argparse.Namespace, net: str) -> list[Job]:
     return [Job(net, name, batch, a.size, a.device, protocol) for name in dict.fromkeys([RIVAL, *a.recipe])]
 
 
-def measure(job: Job) -> Measured:
-    """Build the step, time it, trace it, and look at its memory, in this process. Raises NotEngaged without a graph."""
+def measure(job: Job, wait: Wait = lambda: None) -> Measured:
+    """Build the step, `wait` for its turn, time it, trace it, and look at its memory, in this process.
+
+    Raises NotEngaged without a graph.
+    """
     on_gpu = torch.device(job.device).type == "cuda"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.manual_seed(0)
@@ -150,6 +153,9 @@ def measure(job: Job) -> Measured:
     first = step(batch)
     for _ in range(job.protocol.warmup - 1):
         step(batch)
+    if on_gpu:
+        torch.cuda.synchronize()
+    wait()
 
     def run() -> None:
         for _ in range(job.protocol.steps_a_run):
@@ -250,6 +256,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=50, help="timed, in five runs (default %(default)s)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them (default %(default)s)")
     parser.add_argument("--budget-s", type=float, default=bench.BUDGET_S, help="for one recipe, compilation included")
+    parser.add_argument("--at-once", type=int, default=1, help="steps compiled side by side; timed one at a time")
     parser.add_argument("--out", type=Path, help="append rows to this JSONL file as they come")
     return parser.parse_args(argv)
 

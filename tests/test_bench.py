@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from ridgeline import bench, bench_table, cli_bench
+from ridgeline import bench, bench_table, cli_bench, own_process
 from ridgeline.bench import Machine, Measured, Missing, Protocol, Traced
 from ridgeline.bench_table import LadderRow, append_rows, explain, ladder_row, ladder_rows, render
 from ridgeline.cli import main
@@ -202,7 +202,7 @@ def here(monkeypatch):
         def close(self):
             asked.append(("close", self.name))
 
-    monkeypatch.setattr(bench, "Apart", Here)
+    monkeypatch.setattr(own_process, "Apart", Here)
     return asked
 
 
@@ -234,7 +234,7 @@ def test_rungs_are_compiled_side_by_side_and_timed_one_at_a_time(here, monkeypat
         ("begin", third, 9),
         *((what, third) for what in ("prepare", "time", "close")),
     ]
-    with pytest.raises(UsageError, match="at least 1 rung must be compiled at once, got 0"):
+    with pytest.raises(UsageError, match="at least 1 must prepare at once, got 0"):
         next(bench.climb(RUNGS, ON_CPU, at_once=0))
 
 

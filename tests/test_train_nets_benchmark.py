@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmark_scripts import FOLDER, in_process, load
+from benchmark_scripts import FOLDER, load, one_by_one
 from ridgeline import bench
 from ridgeline.errors import NotEngaged, UsageError, VerificationFailed
 from ridgeline.timing import Timing
@@ -41,7 +41,7 @@ class Small(nn.Sequential):
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(script, "call_apart", in_process)
+    monkeypatch.setattr(script, "in_turn", one_by_one)
 
 
 @pytest.fixture
@@ -77,13 +77,14 @@ def test_each_network_runs_the_rival_then_each_recipe_and_leaves_rows(small, cap
 
 
 def test_a_recipe_that_comes_to_nothing_is_named_and_the_rest_is_kept(small, monkeypatch, capsys):
-    def call(work, *, budget_s):
-        (job,) = work.args
+    measure = script.measure
+
+    def refusing(job, wait):
         if job.recipe == "bf16":
             raise NotEngaged("compile_step: no graph")
-        return work()
+        return measure(job, wait)
 
-    monkeypatch.setattr(script, "call_apart", call)
+    monkeypatch.setattr(script, "measure", refusing)
     arguments = ["--net", "resnet50", *ON_CPU, "--recipe", "bf16", "fp32", "--out", "rows.jsonl"]
     assert script.main(arguments) == 1
     assert capsys.readouterr().err == "resnet50 bf16: compile_step: no graph\n"

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import triton
 
-from ridgeline.errors import EnvironmentUnusable, RidgelineError, UsageError
+from ridgeline.errors import EnvironmentUnusable, RidgelineError
 from ridgeline.overlap import length, union
-from ridgeline.own_process import Apart, Wait, check_budget
+from ridgeline.own_process import Wait, in_turn
 from ridgeline.timing import Timing, gpu_state, time_callable
 from ridgeline.workloads.ddpm_ladder import Conditions, Rung, Step, build
 
@@ -117,23 +117,9 @@ def climb(
 
     `at_once` of them are compiled side by side, and all stay on the GPU until the last of them is timed.
     """
-    check_budget(budget_s)
-    if at_once < 1:
-        raise UsageError(f"ladder: at least 1 rung must be compiled at once, got {at_once}")
-    for start in range(0, len(rungs), at_once):
-        group = rungs[start : start + at_once]
-        calls = [Apart(partial(measure, rung, conditions, protocol), budget_s=budget_s) for rung in group]
-        try:
-            for call in calls:
-                call.prepare()
-            for rung, call in zip(group, calls, strict=True):
-                try:
-                    yield call.result()
-                except RidgelineError as error:
-                    yield Missing(rung, str(error), error.exit_code)
-        finally:
-            for call in calls:
-                call.close()
+    works = [partial(measure, rung, conditions, protocol) for rung in rungs]
+    for rung, found in zip(rungs, in_turn(works, budget_s=budget_s, at_once=at_once), strict=True):
+        yield Missing(rung, str(found), found.exit_code) if isinstance(found, RidgelineError) else found
 
 
 def measure(rung: Rung, conditions: Conditions, protocol: Protocol = Protocol(), wait: Wait = lambda: None) -> Measured:

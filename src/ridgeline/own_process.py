@@ -1,13 +1,13 @@
 """Call a function in a fresh process within a time budget: what it leaves, breaks or hangs stays there.
 
-Several may prepare side by side and then work one at a time: see `Apart`.
+Several may prepare side by side and then work one at a time: see `in_turn`.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
@@ -96,6 +96,29 @@ def call_apart(work: Callable[[], T], *, budget_s: float) -> T:
         return call.result()
     finally:
         call.close()
+
+
+def in_turn(works: Sequence[Callable[[Wait], T]], *, budget_s: float, at_once: int = 1) -> Iterator[T | RidgelineError]:
+    """What each of `works` returns or raises, in their order, of processes as in `Apart`.
+
+    `at_once` of them prepare side by side. When all of these wait or are over, they go on one at a time.
+    """
+    check_budget(budget_s)
+    if at_once < 1:
+        raise UsageError(f"at least 1 must prepare at once, got {at_once}")
+    for start in range(0, len(works), at_once):
+        calls = [Apart(work, budget_s=budget_s) for work in works[start : start + at_once]]
+        try:
+            for call in calls:
+                call.prepare()
+            for call in calls:
+                try:
+                    yield call.result()
+                except RidgelineError as error:
+                    yield error
+        finally:
+            for call in calls:
+                call.close()
 
 
 def check_budget(budget_s: float) -> None:
