@@ -1,6 +1,7 @@
 """Write the tables of README.md and pages in docs/ from the rows in benchmarks/results/; --check fails if they differ.
 
-A table stands between `<!-- table:NAME -->` and `<!-- /table -->`. Of every line of a table the newest row counts.
+A table, or a sentence, stands between `<!-- table:NAME -->` and `<!-- /table -->`; without rows there is nothing
+between. Of every line of a table the newest row counts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from ridgeline.atomic import write_file
 from ridgeline.workloads import ddpm_ladder
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "howto-ddpm-ladder.md")
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "docs" / "index.md",
+    ROOT / "docs" / "howto-ddpm-ladder.md",
+    ROOT / "docs" / "howto-train-step.md",
+)
 RESULTS = ROOT / "benchmarks" / "results"
 STEPS = ("writeup-0", "writeup-3", "writeup-5", "side-stream", "own-fp8")  # on the front page
 SCALES, RIVALS, OURS = "nsmlx", ("eager", "torch.compile"), "ridgeline"
@@ -144,6 +150,23 @@ def ladder(rows: list[dict], names: Iterable[str] = ddpm_ladder.BY_NAME) -> str:
     )
 
 
+def loop(rows: list[dict], library: str) -> str:
+    """A sentence on a library's loop as it was and changed, of the newest run that timed both on a GPU."""
+    runs: dict[str, dict[str, dict]] = {}
+    for row in rows:
+        if row["subject"] == f"loop:{library}" and row["gpu"] != "cpu":
+            runs.setdefault(row["run"], {})[row["recipe"]] = row
+    both = [sides for sides in runs.values() if {"as it was", "changed"} <= sides.keys()]
+    if not both:
+        return ""
+    before, after = both[-1]["as it was"], both[-1]["changed"]
+    versions = " and ".join(f"{name} {number}" for name, number in after["extra"]["versions"].items())
+    return (
+        f"A step of {after['shape']} on one {after['gpu']}, {versions}: {units.seconds(before['median_s'])} as it was, "
+        f"{units.seconds(after['median_s'])} changed, {before['median_s'] / after['median_s']:.2f} times as fast.\n"
+    )
+
+
 def _table(header: str, lines: list[str]) -> str:
     if not lines:
         return ""
@@ -151,12 +174,14 @@ def _table(header: str, lines: list[str]) -> str:
     return "\n".join([f"| {header} |", "|---" * columns + "|", *lines]) + "\n"
 
 
-TABLES = {
+TABLES = {  # as they stand in PAGES
+    "loop-timm": partial(loop, library="timm"),
     "detectors": detectors,
     "steps": partial(ladder, names=STEPS),
     "ceilings": ceilings,
     "conv-kernels": conv_kernels,
     "ladder": ladder,
+    "loop-diffusers": partial(loop, library="diffusers"),
 }
 
 if __name__ == "__main__":

@@ -95,6 +95,36 @@ def test_rungs_stand_in_order_beside_the_write_up():
     ]
 
 
+def loop(run: str, recipe: str, ms: float, gpu: str = "NVIDIA L4") -> dict[str, Any]:
+    extra = {"versions": {"torch": "2.11.0", "timm": "1.0.31"}}
+    row = {"subject": "loop:timm", "recipe": recipe, "run": run, "gpu": gpu, "shape": "128x3x224x224"}
+    return {**row, "median_s": ms * 1e-3, "extra": extra}
+
+
+LOOPS = [
+    loop("1", "as it was", 30.0),
+    loop("1", "changed", 15.0),
+    loop("2", "as it was", 24.0),
+    loop("2", "changed", 10.0),
+    loop("3", "as it was", 9.0),
+    loop("4", "as it was", 8000.0, "cpu"),
+    loop("4", "changed", 8000.0, "cpu"),
+]
+
+
+def test_a_loop_is_told_of_in_its_newest_whole_run_on_a_gpu():
+    assert readme.TABLES["loop-timm"](LOOPS) == (
+        "A step of 128x3x224x224 on one NVIDIA L4, torch 2.11.0 and timm 1.0.31: 24.0 ms as it was, 10.0 ms changed, "
+        "2.40 times as fast.\n"
+    )
+
+
+@pytest.mark.parametrize("rows", [[], LOOPS[:1], LOOPS[4:]], ids=["none", "half", "half and a CPU"])
+def test_nothing_is_told_of_a_loop_without_both_rows(rows):
+    assert readme.TABLES["loop-timm"](rows) == ""
+    assert readme.TABLES["loop-diffusers"](LOOPS) == ""
+
+
 def test_a_stale_page_is_seen_and_written_again(tmp_path, monkeypatch, capsys):
     page, results = tmp_path / "README.md", tmp_path / "results"
     results.mkdir()

@@ -254,9 +254,9 @@ def test_trap_19_capture_leaves_no_trace():
 
 def test_trap_20_capture_beside_a_pinning_loader():
     images, labels = torch.randn(512, 3, 6, 6), torch.randint(5, (512,))
-    loader = DataLoader(TensorDataset(images, labels), batch_size=16, num_workers=2, pin_memory=True)
+    loader = DataLoader(TensorDataset(images, labels), batch_size=16, num_workers=4, pin_memory=True)
     endless = itertools.chain.from_iterable(itertools.repeat(loader))
-    for _ in range(20):
+    for _ in range(100):
         image, label = next(endless)
         model = net().cuda()
         recipe = StepRecipe(compile="none", require=True)
