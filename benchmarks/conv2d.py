@@ -35,7 +35,7 @@ from ridgeline.numerics import compare, to_float64
 from ridgeline.step_recipe import NAMED
 from ridgeline.timing import time_many
 from ridgeline.train_rewrites import fp8_passes, fp8_prices
-from ridgeline.train_rewrites.use_convolutions import Convolution
+from ridgeline.train_rewrites.convolution_calls import Convolution
 from ridgeline.tuning import tune_all
 from ridgeline.workloads import ddpm_ladder
 

@@ -23,6 +23,7 @@ from ridgeline.cudagraph import Captured
 from ridgeline.fp8_step import Fp8Step
 from ridgeline.kernels import (
     group_norm_silu_backward,
+    group_norm_silu_backward_concat,
     group_norm_silu_backward_fp8,
     group_norm_silu_fp8,
     quantize_fp8,
@@ -33,7 +34,7 @@ from ridgeline.kernels._op import INTERPRETED, Op
 from ridgeline.step_program import Parts, StepProgram
 from ridgeline.step_recipe import NAMED, StepRecipe
 from ridgeline.train_backend import TrainBackend
-from ridgeline.train_rewrites import fuse_bias_gradient, fuse_quantize, fuse_residual_add
+from ridgeline.train_rewrites import cancel_views, fuse_bias_gradient, fuse_quantize, fuse_residual_add, read_concats
 from ridgeline.train_step import TrainStep
 
 CLASSES = 4
@@ -42,6 +43,7 @@ _ON_CPU = {
     quantize_fp8.OP: quantize_fp8.on_cpu,
     group_norm_silu_backward.OP: group_norm_silu_backward._on_cpu,
     group_norm_silu_backward.SUMMED_OP: group_norm_silu_backward._summed_on_cpu,
+    group_norm_silu_backward_concat.OP: group_norm_silu_backward_concat.gradients,
     group_norm_silu_fp8.OP: group_norm_silu_fp8.on_cpu,
     group_norm_silu_backward_fp8.OP: group_norm_silu_backward_fp8.on_cpu,
     group_norm_silu_backward_fp8.SUMMED_OP: group_norm_silu_backward_fp8.summed_on_cpu,
@@ -151,9 +153,11 @@ class Aot:
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         def keep(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+            cancel_views.apply(graph)
             fuse_quantize.apply(graph)
             fuse_bias_gradient.apply(graph)
             fuse_residual_add.apply(graph)
+            read_concats.keep_order(graph)
             self.see(graph)
             self.graphs.append(graph)
             return make_boxed_func(graph.forward)

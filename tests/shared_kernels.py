@@ -10,7 +10,7 @@ import torch
 
 from ridgeline import tuned
 from ridgeline.kernels import conv2d_wgrad_fp8
-from ridgeline.kernels._op import RIVAL, Launch, Op, Target, typical_target
+from ridgeline.kernels._op import MATMUL, RIVAL, Launch, Op, Target, typical_target
 from ridgeline.numerics import compare, to_float64
 
 SM_90 = typical_target("sm_90")
@@ -49,17 +49,21 @@ def right(op: Op, arguments: Mapping[str, Any], config: Any = None) -> None:
     assert verdict.passed, f"{op.name} {config}: {verdict.reason}"
 
 
-def plant_rows(
-    monkeypatch: pytest.MonkeyPatch, seconds: Mapping[str, tuple[float, float]], *modules: ModuleType
-) -> None:
-    """Tuned rows for every shape: (ours, PyTorch's) by op; an op that is left out was not tuned."""
+def plant_rows(monkeypatch: pytest.MonkeyPatch, seconds: Mapping[str, tuple[float, ...]], *modules: ModuleType) -> None:
+    """Tuned rows for every shape: (ours, PyTorch's) by op, or (ours, PyTorch's, PyTorch's by a product of matrices).
+
+    An op that is left out was not tuned.
+    """
 
     def row(op: Op, **arguments: Any) -> tuned.Row | None:
         if op.name not in seconds:
             return None
-        ours, theirs = seconds[op.name]
+        ours, *theirs = seconds[op.name]
+        matmul = op.launcher.matmul
+        tags = (RIVAL, MATMUL) if matmul is not None and matmul(**arguments) is not None else (RIVAL,)
+        tried = dict(zip(tags, theirs, strict=False))
         key = op.key(**arguments)
-        return tuned.Row(op.name, "hash", "GPU", "bf16", key, {"k": 1}, ours, None, "2", "3", "5", {RIVAL: theirs})
+        return tuned.Row(op.name, "hash", "GPU", "bf16", key, {"k": 1}, ours, None, "2", "3", "5", tried)
 
     for module in modules:
         monkeypatch.setattr(module, "tuned_row", row)

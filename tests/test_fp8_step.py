@@ -19,8 +19,8 @@ from ridgeline.fp8_step import Fp8Step, paying_passes
 from ridgeline.kernels import conv2d_wgrad_fp8, group_norm_silu_backward_fp8
 from ridgeline.kernels.conv2d_fp8 import for_dgrad
 from ridgeline.step_recipe import NAMED, StepRecipe
+from ridgeline.train_rewrites.convolution_calls import Convolution
 from ridgeline.train_rewrites.fp8_passes import PASSES, chosen_passes
-from ridgeline.train_rewrites.use_convolutions import Convolution
 from ridgeline.train_step import compile_step
 
 

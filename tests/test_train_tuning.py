@@ -16,13 +16,17 @@ from ridgeline import compiler, train_tuning, tuning
 from ridgeline.errors import EnvironmentUnusable
 from ridgeline.kernels import (
     NORMS,
+    PASSES,
     TUNED_AS,
     Op,
+    conv2d_fprop,
     group_norm_silu,
     group_norm_silu_backward,
+    group_norm_silu_backward_concat,
     group_norm_silu_backward_fp8,
     group_norm_silu_fp8,
 )
+from ridgeline.kernels._op import typical_target
 from ridgeline.launches import kernel_calls, planned, problems_of
 from ridgeline.models.ddpm_unet import TINY, UNet
 from ridgeline.step_recipe import NAMED
@@ -31,6 +35,7 @@ from ridgeline.train_rewrites import fp8_passes
 from ridgeline.train_rewrites.fuse_attention import Attention
 from ridgeline.train_tuning import convolutions, norm_problems, tunable, tune_step
 from ridgeline.workloads.diffusion import linear_schedule, noise_loss
+from shared_kernels import plant_rows
 
 SMALL = replace(TINY, channels=(16,), blocks=1, attention_resolutions=())
 # a residual's gradient, scale and shift that are halves of one tensor, dropout, maps with quads
@@ -74,6 +79,33 @@ def stand_in() -> tuning.Backend:
         return dict.fromkeys(calls, Timing(1.0, 1.0, 1.0, 1.0, 9, "cuda-event", "warm"))
 
     return tuning.Backend(compiled, measured, lambda _: "NVIDIA Test")
+
+
+def test_the_backward_of_two_maps_has_rows_of_its_own():
+    """Under the name of the backward of one, which times it with both."""
+    form = group_norm_silu_backward_concat.OP
+    op, arguments = TUNED_AS[form], form.samples[0].arguments(torch.float32, "cpu")
+    assert op.key(**arguments).endswith("x 2x12x4x5, x2 2x12x4x5")
+    assert op.reference(**arguments).shape == arguments["x"].shape
+    assert op.cost(**arguments) == form.cost(**arguments)
+    (config, *_) = op.launcher.candidates(target=typical_target("sm_90"), **arguments)
+    launch = op.launcher.plan(target=typical_target("sm_90"), config=config, **arguments)
+    assert launch.output.shape == arguments["x"].shape
+
+
+def test_norms_of_two_maps_are_tuned_as_such(monkeypatch):
+    plant_rows(monkeypatch, {op.name: (1e-5, 2e-5) for op in PASSES}, conv2d_fprop)
+    joined = replace(NORMED, channels=(32, 32))
+    with fp8_by_reference():
+        problems = list(norm_problems(UNet(joined), noise_loss(linear_schedule()), image(), NAMED["bf16"]))
+    of_two = {(op.name, op.key(**arguments)) for op, arguments in problems if arguments.get("x2") is not None}
+    assert {name for name, _ in of_two} == {"group_norm_silu", "group_norm_silu_backward"}
+    assert of_two.isdisjoint((op.name, op.key(**arguments)) for op, arguments in problems if "x2" not in arguments)
+    asked: list[tuple[str, str]] = []
+    watch_lookups(monkeypatch, lambda *found: asked.append(found))
+    for op, arguments in problems:
+        op.launcher.plan(**arguments)
+    assert of_two <= set(asked) == {(op.name, op.key(**arguments)) for op, arguments in problems}
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8"])
@@ -126,8 +158,8 @@ def test_a_form_of_a_norm_looks_up_the_row_of_the_norm(form: Op, op: Op, monkeyp
 
 @pytest.mark.parametrize(("form", "op"), TUNED_AS.items(), ids=lambda op: op.name)
 def test_a_form_of_a_norm_is_called_as_itself_and_belongs_to_the_same_kernels(form: Op, op: Op):
-    arguments = op.samples[0].arguments(torch.float32, "meta")
-    assert len(form(**arguments)) == len(op(**arguments)) + 1, "the sum of dx"
+    results = (one(**one.samples[0].arguments(torch.float32, "meta")) for one in (form, op))
+    assert len(next(results)) == len(next(results)) + 1, "the sum of dx, or the gradient of a second map"
     assert form.source_hash == op.source_hash
 
 

@@ -20,7 +20,7 @@ from ridgeline import tuned
 from ridgeline.cost import Cost
 from ridgeline.errors import EnvironmentUnusable
 from ridgeline.kernels import conv_chain
-from ridgeline.kernels._op import RIVAL, LastLaunch, Launch, nearest_first
+from ridgeline.kernels._op import MATMUL, RIVAL, LastLaunch, Launch, nearest_first
 from ridgeline.precompile import precompile
 from ridgeline.timing import Timing
 from ridgeline.tuning import WIDTH, Backend, tune, tune_all
@@ -66,7 +66,7 @@ def plan(*, x: Tensor, config: Config | None = None, target: object = None, out:
     )
 
 
-def toy(*proposed: Config, name: str = "toy", rival: Any = None) -> Any:
+def toy(*proposed: Config, name: str = "toy", rival: Any = None, matmul: Any = None) -> Any:
     """y = 2 x, with `proposed` after its default."""
     return SimpleNamespace(
         name=name,
@@ -79,6 +79,7 @@ def toy(*proposed: Config, name: str = "toy", rival: Any = None) -> Any:
             plan=plan,
             candidates=lambda target=None, **_: (Config(16), *proposed),
             rival=rival,
+            matmul=matmul,
         ),
         key=lambda x, out=None: f"{x.numel()}",
     )
@@ -149,6 +150,31 @@ def test_pytorchs_kernel_is_timed_beside_the_candidates():
     assert called == [40] * 20
     assert (row.config["block"], row.seconds, row.runner_up_seconds) == (32, 2.0, 4.0)
     assert row.tried[RIVAL] == 1.0
+
+
+def test_pytorchs_product_of_matrices_is_timed_where_the_call_is_one():
+    lab = Lab({"16 none": 4.0, RIVAL: 3.0, MATMUL: 1.0}, run=True)
+    op = toy(rival=lambda x: lambda: x * 2, matmul=lambda x: (lambda: x * 2) if len(x) == 40 else None)
+    rows = tune(op, [problem(), problem(41)], backend=lab.backend)
+    assert {row.key: row.tried for row in rows} == {
+        "40": {"16 none": 4.0, RIVAL: 3.0, MATMUL: 1.0},
+        "41": {"16 none": 4.0, RIVAL: 3.0},
+    }
+    lab = Lab()
+    assert tune(op, [problem(), problem(41)], backend=lab.backend) == rows and lab.measured == []
+
+
+def test_a_row_without_the_time_of_the_product_of_matrices_gets_it_beside_its_winner():
+    """As rows of older versions are; the other candidates keep their times."""
+    lab = Lab({"16 none": 4.0, "32 none": 2.0, RIVAL: 3.0})
+    choices: dict[str, Any] = {"rival": lambda x: lambda: x * 2}
+    (old,) = tune(toy(Config(32), **choices), [problem()], backend=lab.backend)
+    choices["matmul"] = choices["rival"]
+    lab = Lab({"32 none": 2.0, RIVAL: 3.0, MATMUL: 1.0})
+    (row,) = tune(toy(Config(32), **choices), [problem()], backend=lab.backend)
+    assert lab.measured == [["32 none"], ["32 none", RIVAL, MATMUL]]
+    assert row == replace(old, tried={**old.tried, MATMUL: 1.0})
+    assert tune(toy(Config(32), **choices), [problem()], backend=Lab().backend) == (row,)
 
 
 def test_the_fastest_is_remembered():

@@ -29,6 +29,7 @@ from ridgeline.kernels import quantize_weights_fp8
 from ridgeline.kernels._op import dtype_name
 from ridgeline.specs import DeviceSpec, find_spec
 from ridgeline.train_rewrites import fp8_prices, fuse_quantize
+from ridgeline.train_rewrites.convolution_calls import Convolution
 from ridgeline.train_rewrites.fp8_passes import (
     ARCHITECTURES,
     MULTIPLE,
@@ -38,7 +39,6 @@ from ridgeline.train_rewrites.fp8_passes import (
     chosen_passes,
     listed,
 )
-from ridgeline.train_rewrites.use_convolutions import Convolution
 from ridgeline.train_rewrites.use_fp8 import Fp8State, Fp8Weight
 
 _FORMATS = {"x": "e4m3", "w": "e4m3", "dy": "e5m2"}  # of the tensors of a layer, in the order of its rows

@@ -56,6 +56,9 @@ _OWN = {
     "conv2d_fp8_tl_kernel": ("conv", "conv2d_fp8"),
     "conv2d_wgrad_gluon_kernel": ("conv", "conv2d_wgrad"),
     "wgrad_parts_kernel": ("conv", "conv2d_wgrad"),
+    "concat_conv2d_kernel": ("conv", "concat_conv2d"),
+    "concat_conv2d_dgrad_kernel": ("conv", "concat_conv2d_dgrad"),
+    "concat_conv2d_wgrad_kernel": ("conv", "concat_conv2d_wgrad"),
     "phase_weights_kernel": ("pointwise", "upsample_conv2d"),
     "phase_gradients_kernel": ("conv", "upsample_conv2d_wgrad"),
     "conv2d_wgrad_fp8_kernel": ("conv", "conv2d_wgrad_fp8"),
@@ -90,6 +93,7 @@ _COMMON = {
     "backward_sums_kernel": ("norm", "group_norm_silu_backward"),
     "backward_apply_kernel": ("norm", "group_norm_silu_backward"),
     "parameters_kernel": ("norm", "group_norm_silu_backward"),
+    "grad_norm_kernel": ("optimizer", "grad_norm"),
     "scalars_kernel": ("optimizer", "adamw_ema"),
     "update_kernel": ("optimizer", "adamw_ema"),
 }

@@ -49,6 +49,22 @@ def _conv2d_wgrad(a: Arguments) -> Work:
     return Work(conv.flops, a.bytes(0, 1) + prod(conv.weight) * a.item(0), f"wgrad {conv}", "wgrad")
 
 
+def _concat_conv2d(a: Arguments) -> Work:
+    return forward(a, Conv(_joined(a, 0, 1), a.dims(2), (1,), a.numbers(4), (1,)), 0, 1, 2)
+
+
+def _concat_conv2d_dgrad(a: Arguments) -> Work:
+    """Each residual is read, and a gradient of its shape written."""
+    conv = Conv(_joined(a, 2, 3), a.dims(1), (1,), a.numbers(4), (1,))
+    return Work(conv.flops, a.bytes(0, 1) + 2 * a.bytes(2, 3), f"dgrad {conv}", "dgrad")
+
+
+def _concat_conv2d_wgrad(a: Arguments) -> Work:
+    dy, x = a.dims(0), _joined(a, 1, 2)
+    conv = Conv(x, (dy[1], x[1], *spread(a.numbers(3), 2)), (1,), a.numbers(4), (1,))
+    return Work(conv.flops, a.bytes(0, 1, 2) + prod(conv.weight) * a.item(0), f"wgrad {conv}", "wgrad")
+
+
 def _upsample_conv2d(a: Arguments) -> Work:
     (n, c, h, w), weight = a.dims(0), a.dims(1)
     conv = _upsampled((n, c, 2 * h, 2 * w), weight)
@@ -184,8 +200,8 @@ def _attention_packed_backward(a: Arguments) -> Work:
 
 def _group_norm_silu(a: Arguments) -> Work:
     # scale and shift are folded into gamma and beta
-    flops = NORM_FLOPS["training"] + _SILU_FLOPS + _dropout(a, 10)
-    return Work(flops * prod(a.dims(0)), a.all_bytes() + a.bytes(0), shapes_of(a.call))
+    flops = NORM_FLOPS["training"] + _SILU_FLOPS + _dropout(a, -1)
+    return Work(flops * prod(_joined(a, 0, 7)), a.all_bytes() + a.bytes(0, 7), shapes_of(a.call))
 
 
 def _group_norm_silu_backward(a: Arguments) -> Work:
@@ -193,9 +209,15 @@ def _group_norm_silu_backward(a: Arguments) -> Work:
     return Work(flops * prod(a.dims(1)), a.all_bytes() + a.bytes(1, 2, 3, 4, 5), shapes_of(a.call))
 
 
+def _group_norm_silu_backward_concat(a: Arguments) -> Work:
+    flops = NORM_FLOPS["backward"] + _AGAIN_FLOPS + _SILU_BACKWARD_FLOPS + _dropout(a, -1)
+    return Work(flops * prod(a.dims(0)), a.all_bytes() + a.bytes(1, 2, 3, 4, 5, 6), shapes_of(a.call))
+
+
 def _group_norm_silu_fp8(a: Arguments) -> Work:
-    flops = NORM_FLOPS["training"] + _SILU_FLOPS + _dropout(a, 15) + _QUANTISING_FLOPS
-    return Work(flops * prod(a.dims(0)), a.bytes(0, 1, 2, 6, 7, 8, 9) + _in_fp8(a, 0, 12, True), shapes_of(a.call))
+    flops = NORM_FLOPS["training"] + _SILU_FLOPS + _dropout(a, -1) + _QUANTISING_FLOPS
+    whole, read = _joined(a, 0, 10), a.bytes(0, 1, 2, 6, 7, 8, 9, 10)
+    return Work(flops * prod(whole), read + _in_fp8(a, whole, -4, True), shapes_of(a.call))
 
 
 def _group_norm_silu_backward_fp8(a: Arguments) -> Work:
@@ -203,17 +225,23 @@ def _group_norm_silu_backward_fp8(a: Arguments) -> Work:
     read = a.bytes(0, 1, 2, 3, 7, 8, 9, 10, 11)
     written = a.bytes(2, 3, 7, 8) + (a.bytes(1) if a.flag(15) else 0)
     total = (flops + _QUANTISING_FLOPS) * prod(a.dims(1))
-    return Work(total, read + written + _in_fp8(a, 1, 14, False), shapes_of(a.call))
+    return Work(total, read + written + _in_fp8(a, a.dims(1), 14, False), shapes_of(a.call))
 
 
 def _quantize_fp8(a: Arguments) -> Work:
     # a trace has no words of a call: its quads may be a gradient's, but are counted as the larger ones of an activation
-    return Work(_QUANTISING_FLOPS * prod(a.dims(0)), a.bytes(0) + _in_fp8(a, 0, 6, True), by(a.dims(0)))
+    return Work(_QUANTISING_FLOPS * prod(a.dims(0)), a.bytes(0) + _in_fp8(a, a.dims(0), 6, True), by(a.dims(0)))
 
 
-def _in_fp8(a: Arguments, map_: int, quads: int, beside: bool) -> int:
+def _joined(a: Arguments, first: int, second: int) -> Dims:
+    """Of a map, and of another whose channels follow, if one stands there."""
+    n, c, *image = a.dims(first)
+    return n, c + (a.dims(second)[1] if a.has(second) else 0), *image
+
+
+def _in_fp8(a: Arguments, map_: Dims, quads: int, beside: bool) -> int:
     """Bytes of a map in FP8, of its quads where that flag is set, and of one row of the state."""
-    n, c, h, w = (*a.dims(map_), 1, 1)[:4]  # of a matrix too
+    n, c, h, w = (*map_, 1, 1)[:4]  # of a matrix too
     copy = n * c * (h + 8 * beside) * (w + 8 * beside) if a.flag(quads) else 0
     return n * c * h * w + copy + _FP8_ROW_BYTES
 
@@ -237,6 +265,9 @@ _FORMULAS: dict[str, Formula] = {
     "conv2d_fprop": _conv2d_fprop,
     "conv2d_dgrad": _conv2d_dgrad,
     "conv2d_wgrad": _conv2d_wgrad,
+    "concat_conv2d": _concat_conv2d,
+    "concat_conv2d_dgrad": _concat_conv2d_dgrad,
+    "concat_conv2d_wgrad": _concat_conv2d_wgrad,
     "upsample_conv2d": _upsample_conv2d,
     "upsample_conv2d_dgrad": _upsample_conv2d_dgrad,
     "upsample_conv2d_wgrad": _upsample_conv2d_wgrad,
@@ -255,6 +286,7 @@ _FORMULAS: dict[str, Formula] = {
     "group_norm_silu": _group_norm_silu,
     "group_norm_silu_backward": _group_norm_silu_backward,
     "group_norm_silu_backward_summed": _group_norm_silu_backward,
+    "group_norm_silu_backward_concat": _group_norm_silu_backward_concat,
     "group_norm_silu_fp8": _group_norm_silu_fp8,
     "group_norm_silu_backward_fp8": _group_norm_silu_backward_fp8,
     "group_norm_silu_backward_fp8_summed": _group_norm_silu_backward_fp8,

@@ -15,11 +15,13 @@ from ridgeline.fp8_step import Fp8Step
 from ridgeline.launches import compile_kernels
 from ridgeline.train_rewrites import (
     BY_NAME,
+    cancel_views,
     fuse_attention,
     fuse_bias_gradient,
     fuse_quantize,
     fuse_residual_add,
     overlap_weight_gradients,
+    read_concats,
     use_convolutions,
     use_fp8,
 )
@@ -41,8 +43,9 @@ def inductor(
     With `overlapped`, which is told how many, weight gradients run beside the rest: `overlap_weight_gradients`.
 
     Maps in FP8 are quantised by the kernels that make them, where those can: `fuse_quantize`. Norms sum the gradients
-    of the biases before them: `fuse_bias_gradient`. Convolutions add residual maps: `fuse_residual_add`. On a GPU this
-    project's kernels are compiled first, in parallel.
+    of the biases before them: `fuse_bias_gradient`. Convolutions add residual maps: `fuse_residual_add`. All of these
+    look behind views that lead back to a map: `cancel_views`. On a GPU this project's kernels are compiled first, in
+    parallel.
     """
 
     def finish(aten_module: fx.GraphModule, given: Sequence[Any], **options: Any) -> Any:
@@ -89,9 +92,11 @@ def _by_aten_graphs(
         from torch._inductor.compile_fx import compile_fx
 
         def fused(aten_module: fx.GraphModule, given: Sequence[Any], **options: Any) -> Any:
+            cancel_views.apply(aten_module)
             fuse_quantize.apply(aten_module)
             fuse_bias_gradient.apply(aten_module)
             fuse_residual_add.apply(aten_module)
+            read_concats.keep_order(aten_module)
             return finish(aten_module, given, **options)
 
         patches = {} if mode == "default" else torch._inductor.list_mode_options(mode)

@@ -1,6 +1,6 @@
 """Tune the kernels that a training step would use, for the user's tables: convolutions, attentions and norms.
 
-For a step in FP8 its linear layers too, as the 1x1 convolutions that they then are. Norms come last: which of them
+Linear layers over tokens are tuned as the 1x1 convolutions that they are. Norms come last: which of them
 quantise depends on the convolutions that run in FP8, and that on the tables.
 """
 
@@ -22,11 +22,12 @@ from ridgeline.launches import problems_of
 from ridgeline.step_recipe import DTYPES, StepRecipe
 from ridgeline.step_state import Snapshot, flatten, rebuild
 from ridgeline.train_backend import TrainBackend, only_watched
-from ridgeline.train_rewrites import BY_NAME, fp8_linears, fp8_passes, fp8_prices
+from ridgeline.train_rewrites import BY_NAME, fp8_passes, fp8_prices, linear_layers
 from ridgeline.train_rewrites._match import copied
+from ridgeline.train_rewrites.convolution_calls import Convolution
 from ridgeline.train_rewrites.fuse_attention import Attention, attentions_of
 from ridgeline.train_rewrites.fuse_upsample_conv import upsampled_convolutions_of
-from ridgeline.train_rewrites.use_convolutions import Convolution, convolutions_of
+from ridgeline.train_rewrites.use_convolutions import convolutions_of
 
 # rewrites that place what is tuned here
 _BY_TABLES = ("fuse_upsample_conv", "fuse_attention", "use_convolutions")
@@ -43,13 +44,13 @@ def tune_step(
     force: bool = False,
     progress: tuning.Progress | None = None,
 ) -> tuple[tuned.Row, ...]:
-    """Time every pass of every distinct convolution and attention of `loss(model, batch)` beside PyTorch's own kernel.
+    """Time every pass of every distinct convolution, linear layer and attention of `loss(model, batch)`.
 
-    With a recipe in FP8, those in FP8 too. Then the norms of the step as it would be compiled with these rows. The loss
-    is computed twice, uncompiled, without gradients kept; parameters, buffers and random generators are afterwards as
-    before. Choices are those of `tuning.tune_all`; norms join the total of `progress` when all else is tuned. Raises
-    EnvironmentUnusable where the model is on no GPU, or on one that has no kernels in FP8, UsageError for a batch that
-    `compile_step` does not take.
+    Beside PyTorch's own kernels, and with a recipe in FP8 those in FP8 too. Then the norms of the step as it would be
+    compiled with these rows. The loss is computed twice, uncompiled, without gradients kept; parameters, buffers and
+    random generators are afterwards as before. Choices are those of `tuning.tune_all`; norms join the total of
+    `progress` when all else is tuned. Raises EnvironmentUnusable where the model is on no GPU, or on one that has no
+    kernels in FP8, UsageError for a batch that `compile_step` does not take.
     """
     device = next(model.parameters()).device
     if device.type != "cuda":
@@ -73,7 +74,7 @@ def convolutions(
 ) -> tuple[Convolution, ...]:
     """The distinct convolutions of the graphs that torch.compile would get, after the recipe's other rewrites.
 
-    With a recipe in FP8, the linear layers that it takes are among them.
+    Linear layers that can become convolutions are among them.
     """
     return tuple(one for one in tunable(model, loss, batch, recipe) if isinstance(one, Convolution))
 
@@ -93,7 +94,9 @@ def tunable(
         found.update(dict.fromkeys((*upsampled_convolutions_of(graph_module), *convolutions_of(rewritten))))
         found.update(dict.fromkeys(attentions_of(graph_module)))
         if recipe.fp8 != "never":
-            found.update(dict.fromkeys(fp8_linears.convolutions_of(rewritten)))
+            # which takes tokens that have gaps between them too
+            layers = linear_layers.convolutions_of(rewritten)
+            found.update(dict.fromkeys(layer for layer in layers if fp8_passes.takes(layer)))
         # what runs is the user's own
         return graph_module.forward
 

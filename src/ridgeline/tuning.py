@@ -29,7 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from ridgeline import tuned
 from ridgeline.cudagraph import capture
 from ridgeline.errors import EnvironmentUnusable
-from ridgeline.kernels._op import RIVAL, Launch, Op, Target, computed_in, dtype_name, target_of
+from ridgeline.kernels._op import MATMUL, RIVAL, Launch, Op, Target, computed_in, dtype_name, target_of
 from ridgeline.numerics import TF32_EPS, compare, to_float64
 from ridgeline.precompile import precompile, request
 from ridgeline.timing import Timing, differs, gpu_state, time_many
@@ -188,7 +188,9 @@ def _work(
     winner = None if known is None else tuned.build(_kind(configs, known), known.config)
     if known is not None and winner is not None:
         new = tuple(config for config in configs if _tag(config) not in known.tried)
-        configs = (winner, *new) if new else ()
+        # rows of older versions have no time of the product of matrices
+        complete = MATMUL in known.tried or _matmul(op, arguments) is None
+        configs = () if complete and not new else (winner, *new)
     else:
         known = None
     requests, refused = {}, {}
@@ -231,7 +233,7 @@ def _tune_one(work: _Work, answers: Mapping[str, str | None], backend: Backend) 
     beside = {tag: finals.pop(tag) for tag in rivals}
     ranked = sorted(finals, key=lambda tag: finals[tag].median_s)
     winner = ranked[0] if differs(finals[ranked[0]], finals[first]) else first
-    others = [finals[tag].median_s for tag in ranked if tag != winner]
+    others = [_rounded(finals[tag].median_s / length) for tag in ranked if tag != winner]
     tried = {tag: _rounded(timing.median_s / length) for tag, timing in {**timings, **finals, **beside}.items()}
     return Row(
         op=op.name,
@@ -241,7 +243,7 @@ def _tune_one(work: _Work, answers: Mapping[str, str | None], backend: Backend) 
         key=key,
         config=next(_values(config) for config in work.configs if _tag(config) == winner),
         seconds=tried[winner],
-        runner_up_seconds=_rounded(others[0] / length) if others else None,
+        runner_up_seconds=next(iter(others), work.known.runner_up_seconds if work.known else None),
         torch=torch.__version__,
         triton=triton.__version__,
         driver=_driver(),
@@ -300,9 +302,19 @@ def _check_alive(output: Tensor, op: Op, config: Any, cause: Exception) -> None:
 
 
 def _rival(work: _Work, length: int) -> dict[str, Call]:
-    """PyTorch's own kernel as a chain, where the op names it one."""
+    """PyTorch's own kernels as chains, where the op names some."""
     rival = work.op.launcher.rival
-    return {} if rival is None else {RIVAL: _chain(rival(**_without_out(work.arguments)), length, work.arguments)}
+    calls = {
+        RIVAL: None if rival is None else rival(**_without_out(work.arguments)),
+        MATMUL: _matmul(work.op, work.arguments),
+    }
+    return {tag: _chain(call, length, work.arguments) for tag, call in calls.items() if call is not None}
+
+
+def _matmul(op: Op, arguments: Mapping[str, Any]) -> Call | None:
+    """PyTorch's product of matrices, where the call is one."""
+    matmul = op.launcher.matmul
+    return None if matmul is None else matmul(**_without_out(arguments))
 
 
 def _chain(call: Call, length: int, arguments: Mapping[str, Any]) -> Call:

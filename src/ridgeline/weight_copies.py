@@ -19,15 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
-from ridgeline.train_rewrites import fuse_upsample_conv, merge_linears, use_convolutions, use_fp8
+from ridgeline.train_rewrites import fuse_upsample_conv, merge_linears, read_concats, use_convolutions, use_fp8
 from ridgeline.train_rewrites._match import value
 
 # what casts operands under autocast, and which
 _CASTING = {
     F.linear: slice(None),
     merge_linears.linears: slice(None),
+    use_convolutions.multiply: slice(1, 3),
     # biases of these are added in fp32, as they come
     use_convolutions.convolve: slice(1, 2),
+    read_concats.norm_and_convolve: slice(2, 3),
     fuse_upsample_conv.upsample_convolve: slice(1, 2),
     use_fp8.convolve_fp8: slice(1, 2),  # or reads no value of it, but leaves a bf16 gradient
     torch.conv1d: slice(None),

@@ -13,13 +13,8 @@ from test_group_norm_silu_fp8_assembly import bounded
 from torch import Tensor
 
 from ridgeline.kernels import group_norm_silu, group_norm_silu_backward
-from ridgeline.kernels._group_norm_silu_call import (
-    BackwardCall,
-    Call,
-    Config,
-    gradient_sample,
-    norm_sample,
-)
+from ridgeline.kernels._group_norm_silu_call import BackwardCall, Call, Config
+from ridgeline.kernels._group_norm_silu_samples import gradient_sample, norm_sample
 from ridgeline.kernels._nhwc import next_power_of_2
 from ridgeline.kernels._op import Op, typical_target
 from ridgeline.numerics import compare, to_float64

@@ -16,7 +16,8 @@ from torch import Tensor
 from ridgeline.kernels import group_norm_silu_backward, group_norm_silu_backward_fp8
 from ridgeline.kernels._group_norm_silu_backward_fp8 import FORMAT, _assembly, _constraints
 from ridgeline.kernels._group_norm_silu_backward_fp8_call import BackwardFp8Call
-from ridgeline.kernels._group_norm_silu_call import UNET_MAPS, BackwardCall, Config
+from ridgeline.kernels._group_norm_silu_call import BackwardCall, Config
+from ridgeline.kernels._group_norm_silu_samples import UNET_MAPS
 from ridgeline.kernels._nhwc import next_power_of_2
 from ridgeline.kernels._op import typical_target
 from ridgeline.kernels._quads import from_quads, quads_shape, to_quads, why_not

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ridgeline.cudagraph import capture
 from ridgeline.kernels import group_norm_silu_backward
-from ridgeline.kernels._group_norm_silu_call import Config, gradient_sample, norm_sample
+from ridgeline.kernels._group_norm_silu_call import Config
 from ridgeline.kernels._group_norm_silu_dropout import RANDOM_STEPS, ROUNDS, scaled_mask
+from ridgeline.kernels._group_norm_silu_samples import gradient_sample, norm_sample
 
 
 def test_both_directions_drop_the_same_elements_in_every_tiling():

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ridgeline.cudagraph import capture
 from ridgeline.kernels import group_norm_silu
-from ridgeline.kernels._group_norm_silu_call import UNET_MAPS
 from ridgeline.kernels._group_norm_silu_dropout import scaled_mask
+from ridgeline.kernels._group_norm_silu_samples import UNET_MAPS
 from ridgeline.kernels._op import typical_target
 from ridgeline.kernels._quads import from_quads, quads_shape, to_quads
 from ridgeline.kernels.group_norm_silu_fp8 import OP, Config, Fp8Call, fits, fp8_sample, on_cpu, plan
@@ -48,7 +48,7 @@ def run(arguments: dict[str, Any], config: Config | None = None) -> tuple[Tensor
     launch.output.view(torch.uint8).fill_(0x55)
     words, quads = launch.arguments["words_ptr"], launch.output.new_empty(0)
     if isinstance(words, Tensor):
-        quads = words.fill_(0x55555555).view(launch.output.dtype).view(quads_shape(*arguments["x"].shape, beside=True))
+        quads = words.fill_(0x55555555).view(launch.output.dtype).view(quads_shape(*launch.output.shape, beside=True))
     launch.run()
     return launch.output, quads, *state.values()
 
@@ -82,6 +82,7 @@ def draw(rng: random.Random, dtype: torch.dtype) -> tuple[dict[str, Any], Config
     choices: dict[str, Any] = {
         "scale": rng.random() < 0.5, "act": rng.choice(["silu", "none"]), "eps": rng.choice([1e-5, 1e-3]),
         "p": rng.choice([0.0, 0.0, 0.1, 0.5]), "quads": quads,
+        "second": rng.choice([0, 0, 0, rng.randrange(groups * group_channels)]),
     }  # fmt: skip
     shape = (n, groups * group_channels, h, w)
     arguments = given(shape, groups, dtype, **choices)

@@ -10,15 +10,8 @@ import torch
 from torch import Tensor
 
 from ridgeline.kernels import _group_norm_silu_call, group_norm_silu, group_norm_silu_backward
-from ridgeline.kernels._group_norm_silu_call import (
-    BackwardCall,
-    Call,
-    Config,
-    default_config,
-    gradient_sample,
-    norm_sample,
-    proposals,
-)
+from ridgeline.kernels._group_norm_silu_call import BackwardCall, Call, Config, default_config, proposals
+from ridgeline.kernels._group_norm_silu_samples import gradient_sample, norm_sample
 from ridgeline.kernels._op import typical_target
 from ridgeline.sass import compile_many, inspect
 

@@ -18,9 +18,9 @@ from ridgeline.kernels.conv2d_fp8 import for_dgrad
 from ridgeline.numerics import rms
 from ridgeline.step_recipe import NAMED
 from ridgeline.train_backend import TrainBackend
-from ridgeline.train_rewrites.fp8_linears import map_size
-from ridgeline.train_rewrites.fp8_passes import PASSES
-from ridgeline.train_rewrites.use_convolutions import Convolution
+from ridgeline.train_rewrites.convolution_calls import Convolution
+from ridgeline.train_rewrites.fp8_passes import PASSES, takes
+from ridgeline.train_rewrites.linear_layers import map_size
 from ridgeline.train_rewrites.use_fp8 import convolve_fp8
 
 CPU = torch.device("cpu")
@@ -254,12 +254,14 @@ def test_one_graph_of_dynamo_serves_each_weight_its_own():
     assert backend.sites["use_fp8"] == 2
 
 
-def test_layers_are_tuned_for_steps_in_fp8_alone():
-    """As convolutions; not those that FP8 takes none of."""
+def test_what_is_tuned_of_layers():
+    """The convolutions that they can become in bf16, which are those that FP8 takes, and some that it does not."""
     module = Uses(lambda m, x: m.b(m.a(x)), a=linear(), b=linear(32, 24))
     found = {}
     for name in ("bf16", "fp8"):
         torch._dynamo.reset()
         found[name] = train_tuning.convolutions(module, lambda m, x: m(x).sum(), normal(2, 64, 16), NAMED[name])
-    assert found["bf16"] == ()
-    assert found["fp8"] == (Convolution((2, 16, 8, 8), (32, 16, 1, 1), (0, 0), torch.bfloat16, CPU),)
+    shapes = ((2, 16, 8, 8), (32, 16, 1, 1)), ((2, 32, 8, 8), (24, 32, 1, 1))
+    expected = tuple(Convolution(x, weight, (0, 0), torch.bfloat16, CPU) for x, weight in shapes)
+    assert found == {"bf16": expected, "fp8": expected}
+    assert [takes(one) for one in expected] == [True, False]

@@ -12,8 +12,8 @@ from ridgeline.kernels._quads import from_quads
 from ridgeline.roofline import fp8_seconds
 from ridgeline.specs import find_spec
 from ridgeline.train_rewrites import fp8_prices
+from ridgeline.train_rewrites.convolution_calls import Convolution
 from ridgeline.train_rewrites.fp8_passes import PASSES
-from ridgeline.train_rewrites.use_convolutions import Convolution
 
 H200 = find_spec("H200")
 ALL = frozenset(PASSES)

@@ -36,6 +36,11 @@ def dgrad(dy: Tensor) -> Tensor:
     return conv2d_dgrad.OP(dy, WEIGHT, padding=[1, 1])
 
 
+def tokens(y: Tensor) -> Tensor:
+    """Its pixels, one behind the other."""
+    return y.permute(0, 2, 3, 1).reshape(y.shape[0], -1, y.shape[1])
+
+
 def fp8(x: Tensor, weight: Tensor = WEIGHT) -> Tensor:
     narrow = x.to(E4M3), weight.to(E4M3)
     return conv2d_fp8.OP(*narrow, torch.tensor([1.0, 0.5]), BIAS, x_row=0, weight_row=1, padding=[1, 1])
@@ -84,6 +89,10 @@ SUMS = {
     "in FP8": lambda x, other: fp8(x) + other.bfloat16(),
     "computed behind the convolution": lambda x, other: fprop(x) + other * 2,
     "read by others before and after": lambda x, other: fprop(other) + other,
+    "of tokens": lambda x, other: tokens(fprop(x)) + tokens(other),
+    "of tokens, the other first": lambda x, other: tokens(other * 2) + tokens(fprop(x, bias=BIAS)),
+    "of rows of tokens": lambda x, other: tokens(fprop(x)).view(2, 3, 10, 16) + tokens(other).view(2, 3, 10, 16),
+    "of tokens, twice": lambda x, other: tokens(fprop(x)) + tokens(dgrad(other)),
 }
 
 
@@ -136,6 +145,14 @@ LEFT = {
     "cast in between": (lambda x, other: fprop(x).bfloat16() + other, OTHER.bfloat16()),
     "by stride 2": (lambda x, other: fprop(x, stride=2) + other, tensor(2, 16, 3, 2)),
     "no convolution": (lambda x, other: x + other, OTHER),
+    "of tokens that another reads": (lambda x, other: (y := tokens(fprop(x))) * (y + tokens(other)), OTHER),
+    "of a map whose tokens another reads": (lambda x, o: (y := fprop(x)).sum() * (tokens(y) + tokens(o)), OTHER),
+    "of tokens turned": (lambda x, o: tokens(fprop(x)).transpose(1, 2) + tokens(o).transpose(1, 2), OTHER),
+    "of tokens in another layout": (
+        lambda x, other: tokens(fprop(x)) + other.flatten(2).transpose(1, 2),
+        OTHER.contiguous(),
+    ),
+    "of tokens and one": (lambda x, other: tokens(fprop(x)) + tokens(other)[:, :1], OTHER),
 }
 
 

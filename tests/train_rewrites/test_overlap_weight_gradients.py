@@ -84,6 +84,24 @@ def test_own_convolutions_and_linear_layers_are_taken():
     assert (moved, OURS in operators or THEIRS in operators) == (1, True)
 
 
+SUM = "ridgeline.sum_dim_IntList_beside.default"
+
+
+@pytest.mark.parametrize(
+    ("scaled", "reads", "taken"), [(False, False, 1), (True, False, 0), (False, True, 0)], ids=["ours", "fused", "read"]
+)
+def test_a_bias_gradient_is_taken_where_an_operator_of_ours_made_what_it_sums(scaled, reads, taken):
+    def function(x, bias, w):
+        y = x.to(torch.bfloat16) + (2 * bias if reads else bias)[:, None, None]
+        if scaled:
+            y = y.sin()
+        return conv2d_fprop.OP(y.contiguous(memory_format=torch.channels_last), w, None, padding=[1, 1])
+
+    w, bias = (one.to(torch.bfloat16) for one in (maps(8, 8, 3, 3), torch.randn(8)))
+    operators, _ = check(function, (maps(2, 8, 4, 4), bias, w))
+    assert operators.count(SUM) == taken
+
+
 def test_what_the_graph_reads_stays():
     def function(x, w):
         return F.conv2d(x, 2 * w, padding=1)
@@ -125,6 +143,25 @@ def test_inductor_joins_what_it_has_not_copied():
     expected = [parameter.grad for parameter in model.parameters()]
     got, moved = compiled_by_inductor(model, x)
     assert moved == 4
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_inductor_joins_bias_gradients_too():
+    class Linears(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x):
+            return self.second(self.first(x)).square().mean()
+
+    model, x = Linears(), torch.randn(2, 5, 8)
+    model(x).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    got, moved = compiled_by_inductor(model, x)
+    # Inductor sums the gradient of the mean as it makes it
+    assert moved == 3
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b)
 

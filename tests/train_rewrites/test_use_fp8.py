@@ -21,8 +21,8 @@ from ridgeline.kernels.conv2d_fp8 import for_dgrad
 from ridgeline.numerics import rms
 from ridgeline.sass import SHARED_LIMIT_BYTES
 from ridgeline.train_backend import TrainBackend
+from ridgeline.train_rewrites.convolution_calls import Convolution
 from ridgeline.train_rewrites.fp8_passes import ARCHITECTURES, PASSES, chosen_passes, impossible_passes
-from ridgeline.train_rewrites.use_convolutions import Convolution
 from ridgeline.train_rewrites.use_fp8 import convolve_fp8
 
 CPU = torch.device("cpu")

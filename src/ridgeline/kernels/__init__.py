@@ -1,7 +1,7 @@
 """Kernels with their meaning and cost. Tests, benchmarks and `ridgeline sass` follow `ALL`: what a graph may export.
 
-`PASSES` and `UPSAMPLED`, for sm_90 alone, and `FP8` are convolutions of training, `ATTENTION` its attention: in no
-exported graph. `NORMS` are its norms, of which such a graph has the first alone.
+`PASSES`, `UPSAMPLED` and `CONCAT`, for sm_90 alone, and `FP8` are convolutions of training, `ATTENTION` its attention:
+in no exported graph. `NORMS` are its norms, of which such a graph has the first alone.
 """
 
 from ridgeline.errors import UsageError
@@ -9,6 +9,9 @@ from ridgeline.kernels import (
     attention_packed,
     attention_packed_backward,
     attention_position,
+    concat_conv2d,
+    concat_conv2d_dgrad,
+    concat_conv2d_wgrad,
     conv2d_act,
     conv2d_dgrad,
     conv2d_fp8,
@@ -21,6 +24,7 @@ from ridgeline.kernels import (
     detect_topk,
     group_norm_silu,
     group_norm_silu_backward,
+    group_norm_silu_backward_concat,
     group_norm_silu_backward_fp8,
     group_norm_silu_fp8,
     letterbox_conv_act,
@@ -50,6 +54,7 @@ ALL = (
 PASSES = (conv2d_fprop.OP, conv2d_dgrad.OP, conv2d_wgrad.OP)
 ATTENTION = (attention_packed.OP, attention_packed_backward.OP)
 UPSAMPLED = (upsample_conv2d.OP, upsample_conv2d_dgrad.OP, upsample_conv2d_wgrad.OP)
+CONCAT = (concat_conv2d.OP, concat_conv2d_dgrad.OP, concat_conv2d_wgrad.OP)
 FP8 = (conv2d_fp8.OP, conv2d_wgrad_fp8.OP)
 NORMS = (
     group_norm_silu.OP,
@@ -60,6 +65,7 @@ NORMS = (
 # forms of an op that read its table
 TUNED_AS = {
     group_norm_silu_backward.SUMMED_OP: group_norm_silu_backward.OP,
+    group_norm_silu_backward_concat.OP: group_norm_silu_backward.OP,
     group_norm_silu_backward_fp8.SUMMED_OP: group_norm_silu_backward_fp8.OP,
 }
 
@@ -67,7 +73,7 @@ TUNED_AS = {
 BY_OVERLOAD = {overload: op for op in ALL for overload in (op.overload, op.into) if overload is not None}
 # likewise in the graphs of a training step
 BY_TRAINING_OVERLOAD = BY_OVERLOAD | {
-    op.overload: op for op in (*PASSES, *ATTENTION, *UPSAMPLED, *FP8, *NORMS, *TUNED_AS, quantize_fp8.OP)
+    op.overload: op for op in (*PASSES, *ATTENTION, *UPSAMPLED, *CONCAT, *FP8, *NORMS, *TUNED_AS, quantize_fp8.OP)
 }
 
 

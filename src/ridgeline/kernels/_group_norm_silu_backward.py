@@ -26,6 +26,7 @@ from ridgeline.kernels._group_norm_silu_pieces import (
     moments,
     place,
     place_backwards,
+    pointers_at,
     statistics,
     tile_at,
     to_channels,
@@ -38,14 +39,15 @@ _IN_ASSEMBLY = tl.constexpr(not INTERPRETED)
 
 @triton.jit
 def backward_kernel(
-    dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, residual_ptr, sums_ptr, dx_ptr,
-    HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
+    dy_ptr, x_ptr, x2_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, residual_ptr, sums_ptr,
+    dx_ptr, dx2_ptr,
+    HW: tl.constexpr, C1: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """dx of one slab and its sums [N, 1, ROWS, C] fp32, of dx too if ROWS is 3; slabs of x and dy wait in registers."""
     n, slab, x, g, done_pc, centre_c, a_c, b_c, d_c = slab_gradient(
-        dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, sums_ptr,
+        dy_ptr, (x_ptr, x2_ptr, C1), gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, sums_ptr,
         HW, C, CG, K, SCALE_ROW, SHIFT_ROW, EPS, ACT, DROPPED, BLOCK_P, BLOCK_C, KP, PIECES, ROWS,
     )  # fmt: skip
     whole: tl.constexpr = PIECES * BLOCK_P == HW and K * CG == BLOCK_C
@@ -59,7 +61,8 @@ def backward_kernel(
         if ROWS == 3:
             third_pc += dx_pc if whole else tl.where(inside_pc, dx_pc, 0.0)
         done_pc = dx_pc.to(x[piece].dtype)
-        tl.store(dx_ptr + at_pc, done_pc, mask=inside_pc)
+        dx_pointers_pc = pointers_at((dx_ptr, dx2_ptr, C1), n, slab, piece * BLOCK_P, HW, C, K * CG, BLOCK_P, BLOCK_C)
+        tl.store(dx_pointers_pc, done_pc, mask=inside_pc)
     if ROWS == 3:
         c = tl.arange(0, BLOCK_C)
         row = sums_ptr + n.to(tl.int64) * (ROWS * C) + 2 * C + slab * (K * CG)
@@ -68,33 +71,35 @@ def backward_kernel(
 
 @triton.jit
 def backward_again_kernel(
-    dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, residual_ptr, sums_ptr, dx_ptr,
-    HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
+    dy_ptr, x_ptr, x2_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, residual_ptr, sums_ptr,
+    dx_ptr, dx2_ptr,
+    HW: tl.constexpr, C1: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr,
     TILES: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr, KP: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """backward_kernel, which reads its slabs again, x twice and dy once, from a cache if few run side by side."""
     n, slab, part = place(C, K * CG, 1)
-    mean_g, squares_g = moments(x_ptr, n, slab, part, HW, C, CG, K, TILES, BLOCK_P, BLOCK_C, COLUMNS, KP)
+    mean_g, squares_g = moments((x_ptr, x2_ptr, C1), n, slab, part, HW, C, CG, K, TILES, BLOCK_P, BLOCK_C, COLUMNS, KP)
     rstd_g = tl.rsqrt(squares_g / (HW * CG) + EPS)
     row = sums_ptr + n.to(tl.int64) * (ROWS * C)
     s1_g, s2_g = _sum_tiles(
-        dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, row, mean_g, rstd_g,
-        n, slab, part, HW, C, CG, K, SCALE_ROW, SHIFT_ROW, ACT, DROPPED, TILES, BLOCK_P, BLOCK_C, COLUMNS, KP,
+        dy_ptr, (x_ptr, x2_ptr, C1), gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, row,
+        mean_g, rstd_g, n, slab, part,
+        HW, C, CG, K, SCALE_ROW, SHIFT_ROW, ACT, DROPPED, TILES, BLOCK_P, BLOCK_C, COLUMNS, KP,
     )  # fmt: skip
     _apply_tiles(
-        dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, residual_ptr, row, dx_ptr,
-        mean_g, rstd_g, s1_g, s2_g, n, slab, part,
+        dy_ptr, (x_ptr, x2_ptr, C1), gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, residual_ptr,
+        row, (dx_ptr, dx2_ptr, C1), mean_g, rstd_g, s1_g, s2_g, n, slab, part,
         HW, C, CG, K, SCALE_ROW, SHIFT_ROW, ACT, DROPPED, TILES, BLOCK_P, BLOCK_C, COLUMNS, ROWS,
     )  # fmt: skip
 
 
 @triton.jit
 def backward_sums_kernel(
-    dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, partial_ptr, sums_ptr,
+    dy_ptr, x_ptr, x2_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, partial_ptr, sums_ptr,
     products_ptr,
-    HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
+    HW: tl.constexpr, C1: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr,
     PARTS: tl.constexpr, TILES: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr,
     KP: tl.constexpr, PARTS_P: tl.constexpr,
@@ -104,8 +109,9 @@ def backward_sums_kernel(
     mean_g, rstd_g = combine(partial_ptr, n, slab, HW, C, CG, K, PARTS, TILES * BLOCK_P, KP, PARTS_P, EPS)
     row = sums_ptr + (n * PARTS + part).to(tl.int64) * (2 * C)
     s1_g, s2_g = _sum_tiles(
-        dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, row, mean_g, rstd_g,
-        n, slab, part, HW, C, CG, K, SCALE_ROW, SHIFT_ROW, ACT, DROPPED, TILES, BLOCK_P, BLOCK_C, COLUMNS, KP,
+        dy_ptr, (x_ptr, x2_ptr, C1), gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, row,
+        mean_g, rstd_g, n, slab, part,
+        HW, C, CG, K, SCALE_ROW, SHIFT_ROW, ACT, DROPPED, TILES, BLOCK_P, BLOCK_C, COLUMNS, KP,
     )  # fmt: skip
     g = tl.arange(0, KP)
     row = products_ptr + (n * PARTS + part).to(tl.int64) * (2 * (C // CG)) + slab * K + g
@@ -115,9 +121,9 @@ def backward_sums_kernel(
 
 @triton.jit
 def backward_apply_kernel(
-    dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, residual_ptr, partial_ptr,
-    sums_ptr, products_ptr, dx_ptr,
-    HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
+    dy_ptr, x_ptr, x2_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, residual_ptr, partial_ptr,
+    sums_ptr, products_ptr, dx_ptr, dx2_ptr,
+    HW: tl.constexpr, C1: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr,
     PARTS: tl.constexpr, TILES: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr,
     KP: tl.constexpr, PARTS_P: tl.constexpr,
@@ -132,15 +138,15 @@ def backward_apply_kernel(
     s1_g = tl.sum(tl.load(row, mask=inside, other=0.0), 0)
     s2_g = tl.sum(tl.load(row + C // CG, mask=inside, other=0.0), 0)
     _apply_tiles(
-        dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, residual_ptr, sums_ptr, dx_ptr,
-        mean_g, rstd_g, s1_g, s2_g, n, slab, part,
+        dy_ptr, (x_ptr, x2_ptr, C1), gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, residual_ptr,
+        sums_ptr, (dx_ptr, dx2_ptr, C1), mean_g, rstd_g, s1_g, s2_g, n, slab, part,
         HW, C, CG, K, SCALE_ROW, SHIFT_ROW, ACT, DROPPED, TILES, BLOCK_P, BLOCK_C, COLUMNS, 2,
     )  # fmt: skip
 
 
 @triton.jit
 def _sum_tiles(
-    dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, row, mean_g, rstd_g, n, slab, part,
+    dy_ptr, maps, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, row, mean_g, rstd_g, n, slab, part,
     HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr, TILES: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr, KP: tl.constexpr,
@@ -153,14 +159,15 @@ def _sum_tiles(
     for i in range(COLUMNS):
         column, weight_c, mean_c, rstd_c, centre_c, slope_c, bias_c = column_of(
             gamma_ptr, beta_ptr, scale_ptr, shift_ptr, mean_g, rstd_g, n, slab, i,
-            COLUMN, COLUMNS, CG, SCALE_ROW, SHIFT_ROW, x_ptr.dtype.element_ty.primitive_bitwidth, BLOCK_C,
+            COLUMN, COLUMNS, CG, SCALE_ROW, SHIFT_ROW, maps[0].dtype.element_ty.primitive_bitwidth, BLOCK_C,
         )  # fmt: skip
         first_pc = tl.full((BLOCK_P, BLOCK_C), 0, tl.float32)
         second_pc = tl.full((BLOCK_P, BLOCK_C), 0, tl.float32)
         for tile in range(TILES):
             first = (part * TILES + tile) * BLOCK_P
             at_pc, inside_pc = tile_at(n, column, first, HW, C, COLUMN, BLOCK_P, BLOCK_C)
-            centred_pc = tl.load(x_ptr + at_pc, mask=inside_pc, other=0.0).to(tl.float32) - centre_c[None, :]
+            pointers_pc = pointers_at(maps, n, column, first, HW, C, COLUMN, BLOCK_P, BLOCK_C)
+            centred_pc = tl.load(pointers_pc, mask=inside_pc, other=0.0).to(tl.float32) - centre_c[None, :]
             g_pc = tl.load(dy_ptr + at_pc, mask=inside_pc, other=0.0).to(tl.float32)
             g_pc = drop(g_pc, stream, n, column, first, C, COLUMN, DROPPED)
             g_pc *= _slope(centred_pc * slope_c[None, :] + bias_c[None, :], ACT)
@@ -176,7 +183,7 @@ def _sum_tiles(
 
 @triton.jit
 def _apply_tiles(
-    dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, residual_ptr, row, dx_ptr,
+    dy_ptr, maps, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, residual_ptr, row, dx_maps,
     mean_g, rstd_g, s1_g, s2_g, n, slab, part,
     HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr, TILES: tl.constexpr,
@@ -188,7 +195,7 @@ def _apply_tiles(
     for i in range(COLUMNS):
         column, _, mean_c, rstd_c, centre_c, slope_c, bias_c = column_of(
             gamma_ptr, beta_ptr, scale_ptr, shift_ptr, mean_g, rstd_g, n, slab, i,
-            COLUMN, COLUMNS, CG, SCALE_ROW, SHIFT_ROW, x_ptr.dtype.element_ty.primitive_bitwidth, BLOCK_C,
+            COLUMN, COLUMNS, CG, SCALE_ROW, SHIFT_ROW, maps[0].dtype.element_ty.primitive_bitwidth, BLOCK_C,
         )  # fmt: skip
         a_c = slope_c * keep_scale(DROPPED)
         b_c = rstd_c * rstd_c * to_channels(s2_g, i * COLUMN, CG, BLOCK_C) / (HW * CG)
@@ -197,7 +204,8 @@ def _apply_tiles(
         for tile in range(TILES):
             first = (part * TILES + tile) * BLOCK_P
             at_pc, inside_pc = tile_at(n, column, first, HW, C, COLUMN, BLOCK_P, BLOCK_C)
-            x_pc = tl.load(x_ptr + at_pc, mask=inside_pc, other=0.0)
+            pointers_pc = pointers_at(maps, n, column, first, HW, C, COLUMN, BLOCK_P, BLOCK_C)
+            x_pc = tl.load(pointers_pc, mask=inside_pc, other=0.0)
             centred_pc = x_pc.to(tl.float32) - centre_c[None, :]
             g_pc = tl.load(dy_ptr + at_pc, mask=inside_pc, other=0.0).to(tl.float32)
             g_pc = drop(g_pc, stream, n, column, first, C, COLUMN, DROPPED)
@@ -207,7 +215,8 @@ def _apply_tiles(
                 dx_pc += tl.load(residual_ptr + at_pc, mask=inside_pc, other=0.0).to(tl.float32)
             if ROWS == 3:
                 third_pc += tl.where(inside_pc, dx_pc, 0.0)
-            tl.store(dx_ptr + at_pc, dx_pc.to(x_pc.dtype), mask=inside_pc)
+            dx_pointers_pc = pointers_at(dx_maps, n, column, first, HW, C, COLUMN, BLOCK_P, BLOCK_C)
+            tl.store(dx_pointers_pc, dx_pc.to(x_pc.dtype), mask=inside_pc)
         if ROWS == 3:
             c = tl.arange(0, BLOCK_C)
             tl.store(row + 2 * C + column * COLUMN + c, tl.sum(third_pc, 0), mask=c < COLUMN)
@@ -258,7 +267,7 @@ def parameters_kernel(
 
 @triton.jit
 def slab_gradient(
-    dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, sums_ptr,
+    dy_ptr, maps, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, sums_ptr,
     HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr,
@@ -266,8 +275,8 @@ def slab_gradient(
     """(n, slab, x, g, done, centre, a, b, d) of this program: dx = a g - b (x - centre) - d; stores its sums."""
     n, slab, _ = place(C, K * CG, 1)
     stream = random_stream(seed_ptr, offset_ptr)
-    x = load_slab(x_ptr, n, slab, HW, C, K * CG, BLOCK_P, BLOCK_C, PIECES)
-    dy = load_slab(dy_ptr, n, slab, HW, C, K * CG, BLOCK_P, BLOCK_C, PIECES)
+    x = load_slab(maps, n, slab, HW, C, K * CG, BLOCK_P, BLOCK_C, PIECES)
+    dy = load_slab((dy_ptr, None, C), n, slab, HW, C, K * CG, BLOCK_P, BLOCK_C, PIECES)
     # here, where registers are still free; the scale is left to the coefficients, for in 16 bits it would round
     kept = ()
     for piece in tl.static_range(PIECES):

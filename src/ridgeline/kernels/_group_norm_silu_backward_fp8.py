@@ -40,7 +40,7 @@ def backward_fp8_kernel(
     """
     fp8_scale = tl.load(fp8_scale_ptr + row)
     n, slab, x, g, done_pc, centre_c, a_c, b_c, d_c = slab_gradient(
-        dy_ptr, x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, sums_ptr,
+        dy_ptr, (x_ptr, None, C), gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, sums_ptr,
         HW, C, CG, K, SCALE_ROW, SHIFT_ROW, EPS, ACT, DROPPED, BLOCK_P, BLOCK_C, KP, PIECES, ROWS,
     )  # fmt: skip
     peak_pc = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)

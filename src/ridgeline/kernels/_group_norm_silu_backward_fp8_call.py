@@ -34,6 +34,7 @@ class BackwardFp8Call(BackwardCall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        assert self.x2 is None  # its gradient would have a scale of its own
         check_rows(self.x, self.amax, self.counts, self.fp8_scale, self.row)
         c, h, w = self.x.shape[1:]
         if c % _CHANNELS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 from ridgeline.kernels._conv import FLOATS, INT32_ELEMENTS
 from ridgeline.kernels._group_norm_silu import statistics_kernel
 from ridgeline.kernels._group_norm_silu_dropout import values_dropped
-from ridgeline.kernels._nhwc import ACTIVATIONS, cdiv, next_power_of_2, random_nhwc
-from ridgeline.kernels._op import Launch, Sample, Target, nearest_first
+from ridgeline.kernels._nhwc import ACTIVATIONS, cdiv, empty_nhwc, next_power_of_2
+from ridgeline.kernels._op import Launch, Target, nearest_first
 
 _MOST_CANDIDATES = 32
 # Of a sample as few parts as make so many programs: each program of the second pass reads the statistics of all parts.
@@ -33,7 +33,10 @@ _AGAIN_BYTES = 256 * 1024  # of all tensors in a slab that is read again: what c
 
 @dataclass(frozen=True)
 class Call:
-    """One forward call, checked. Fields are the op's arguments."""
+    """One forward call, checked. Fields are the op's arguments.
+
+    With x2 the map is the concatenation of x and x2, whose channels follow; `shape` is that of the whole.
+    """
 
     name: ClassVar[str] = "group_norm_silu"
     held: ClassVar[int] = 1  # tensors in registers at a time
@@ -49,6 +52,7 @@ class Call:
     eps: float = 1e-5
     act: str = "silu"
     p: float = 0.0
+    x2: Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         x = self.x
@@ -56,18 +60,19 @@ class Call:
             self.refuse(f"x must have 4 axes and a pixel and a channel, got shape {tuple(x.shape)}")
         if x.dtype not in FLOATS:
             self.refuse(f"x must be one of fp32, fp16, bf16, got {x.dtype}", TypeError)
-        if self.groups < 1 or x.shape[1] % self.groups:
-            self.refuse(f"groups must divide the {x.shape[1]} channels of x, got {self.groups}")
+        self._check_second()
+        n, c = self.shape[:2]
+        if self.groups < 1 or c % self.groups:
+            self.refuse(f"groups must divide the {c} channels of x, got {self.groups}")
         if self.act not in ACTIVATIONS:
             self.refuse(f"act must be one of {', '.join(ACTIVATIONS)}, got {self.act!r}")
         if not 0.0 <= self.p < 1.0:
             self.refuse(f"p must be in [0, 1), got {self.p}")
         if self.eps < 0.0:
             self.refuse(f"eps must not be negative, got {self.eps}")
-        if x[:1].numel() >= INT32_ELEMENTS:
-            self.refuse(f"a sample of x must have less than 2^31 elements, got shape {tuple(x.shape)}")
-        self.check_map("x", x)
-        n, c = x.shape[:2]
+        if c * self.pixels >= INT32_ELEMENTS:
+            self.refuse(f"a sample of x must have less than 2^31 elements, got shape {self.shape}")
+        self.check_layout("x", x)
         for name, shape in (("gamma", (c,)), ("beta", (c,)), ("scale", (n, c)), ("shift", (n, c))):
             self._check_parameter(name, getattr(self, name), shape)
         for name in ("seed", "offset"):
@@ -78,23 +83,42 @@ class Call:
                 self.refuse(f"{name} must be on {x.device} like x, got {tensor.device}")
 
     @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of the map that is normalised."""
+        n, c, h, w = self.x.shape
+        return n, c if self.x2 is None else c + self.x2.shape[1], h, w
+
+    @property
     def pixels(self) -> int:
         return self.x.shape[2] * self.x.shape[3]
 
     @property
     def group_channels(self) -> int:
-        return self.x.shape[1] // self.groups
+        return self.shape[1] // self.groups
+
+    def empty_map(self) -> Tensor:
+        """Uninitialised, of the shape of the map that is normalised."""
+        return empty_nhwc(self.shape, self.x)
 
     def check_map(self, name: str, tensor: Tensor) -> None:
-        """Refuse a map that is not like x and channels_last."""
-        if tensor.shape != self.x.shape or tensor.dtype != self.x.dtype:
-            shape = tuple(self.x.shape)
-            self.refuse(f"{name} must be {self.x.dtype} of shape {shape}, got {tensor.dtype} {tuple(tensor.shape)}")
+        """Refuse a map that is not like the one that is normalised, and channels_last."""
+        if tuple(tensor.shape) != self.shape or tensor.dtype != self.x.dtype:
+            self.refuse(
+                f"{name} must be {self.x.dtype} of shape {self.shape}, got {tensor.dtype} {tuple(tensor.shape)}"
+            )
+        self.check_layout(name, tensor)
+
+    def check_layout(self, name: str, tensor: Tensor) -> None:
+        """Refuse a map that is not channels_last."""
         if not tensor.is_contiguous(memory_format=torch.channels_last):
             self.refuse(
                 f"{name} must be channels_last, got strides {tensor.stride()} for shape {tuple(tensor.shape)}: "
                 f"use .contiguous(memory_format=torch.channels_last)"
             )
+
+    def maps(self) -> dict[str, Tensor | None]:
+        """The kernels' arguments for what is normalised."""
+        return {"x_ptr": self.x, "x2_ptr": self.x2}
 
     def parameters(self) -> dict[str, Tensor | None]:
         """The kernels' arguments for all but the maps."""
@@ -113,6 +137,19 @@ class Call:
 
     def refuse(self, text: str, kind: type[Exception] = ValueError) -> NoReturn:
         raise kind(f"{self.name}: {text}")
+
+    def _check_second(self) -> None:
+        """Refuse an x2 that could not be concatenated to x."""
+        x, x2 = self.x, self.x2
+        if x2 is None:
+            return
+        like = x2.dim() == 4 and x2.shape[1] > 0 and (x2.shape[0], *x2.shape[2:]) == (x.shape[0], *x.shape[2:])
+        if not like or x2.dtype != x.dtype or x2.device != x.device:
+            self.refuse(
+                f"x2 must be {x.dtype} on {x.device} of the samples and pixels of x, {tuple(x.shape)}, got {x2.dtype} "
+                f"on {x2.device} of shape {tuple(x2.shape)}"
+            )
+        self.check_layout("x2", x2)
 
     def _check_parameter(self, name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
         if tensor is None:
@@ -235,7 +272,7 @@ class Config:
         """The tiling as kernels take it."""
         block_c, cg, columns = self.block_c(call), call.group_channels, self.columns(call)
         kp = block_c // cg if cg & (cg - 1) == 0 and columns == 1 else next_power_of_2(self.groups)
-        shape = {"HW": call.pixels, "C": call.x.shape[1], "CG": cg, "K": self.groups, "BLOCK_C": block_c, "KP": kp}
+        shape = {"HW": call.pixels, "C": call.shape[1], "CG": cg, "K": self.groups, "BLOCK_C": block_c, "KP": kp}
         if not self.whole(call):
             shape |= {"BLOCK_P": self.pixels, "TILES": self.tiles(call), "COLUMNS": columns}
             parts = self.parts(call)
@@ -315,8 +352,11 @@ def statistics_launch(call: Call, config: Config) -> Launch:
     return Launch(
         statistics_kernel,
         grid=(config.programs(call),),
-        arguments={"x_ptr": call.x, "partial_ptr": partial},
-        constants={name: value for name, value in config.constants(call).items() if name != "PARTS_P"},
+        arguments={**call.maps(), "partial_ptr": partial},
+        constants={
+            "C1": call.x.shape[1],
+            **{name: value for name, value in config.constants(call).items() if name != "PARTS_P"},
+        },
         num_warps=config.num_warps,
         num_stages=1,
         output=partial,
@@ -343,58 +383,3 @@ def _with_warps(call: Call, target: Target, groups: int, pixels: int, registers:
     fewest = min(32, next_power_of_2(cdiv(tile_bytes, registers * 4 * 32)))
     tried = (Config(groups, pixels, fewest * factor) for factor in (1, 2, 4, 8, 16))
     return next((config for config in tried if config.is_valid(call, target)), None)
-
-
-# --- samples -------------------------------------------------------------------------------------------------------
-
-# (channels, side) of the maps that the DDPM network normalises, the bytes of which decide its step
-UNET_MAPS = (
-    *((128, 32), (256, 32), (384, 32), (128, 16), (256, 16), (384, 16), (512, 16)),
-    *((256, 8), (512, 8), (256, 4), (512, 4)),
-)
-
-
-def norm_sample(
-    why: str, x: tuple[int, int, int, int], groups: int, *, scale: bool = False, real_size: bool = False, **choices: Any
-) -> Sample:
-    """`scale=True` gives scale and shift, halves of one [N, 2C] as a linear layer makes it; p > 0 a seed and offset."""
-
-    def arguments(dtype: torch.dtype, device: str) -> dict[str, Any]:
-        n, c = x[:2]
-
-        def vectors(rows: int, columns: int, seed: int) -> Tensor:
-            return random_nhwc((rows, columns, 1, 1), torch.float32, device, seed=seed).flatten(1)
-
-        both = vectors(n, 2 * c, 3).to(dtype) * 0.2
-        random = {name: torch.full((1,), 7, dtype=torch.int64, device=device) for name in ("seed", "offset")}
-        return {
-            "x": random_nhwc(x, dtype, device, seed=0) + 0.5,
-            "gamma": 1 + 0.2 * vectors(1, c, 1)[0],
-            "beta": 0.2 * vectors(1, c, 2)[0],
-            **({"scale": both[:, :c], "shift": both[:, c:]} if scale else {}),
-            **(random if choices.get("p") else {}),
-            "groups": groups,
-            **choices,
-        }
-
-    return Sample(why, arguments, real_size)
-
-
-def gradient_sample(
-    why: str,
-    x: tuple[int, int, int, int],
-    groups: int,
-    *,
-    residual: bool = False,
-    real_size: bool = False,
-    **choices: Any,
-) -> Sample:
-    """The backward of a `norm_sample`."""
-    forward = norm_sample(why, x, groups, real_size=real_size, **choices)
-
-    def arguments(dtype: torch.dtype, device: str) -> dict[str, Any]:
-        maps = {"dy": random_nhwc(x, dtype, device, seed=4)}
-        maps |= {"residual": random_nhwc(x, dtype, device, seed=5)} if residual else {}
-        return {**forward.arguments(dtype, device), **maps}
-
-    return Sample(why, arguments, real_size)

@@ -19,7 +19,15 @@ import triton
 import triton.language as tl
 
 from ridgeline.kernels._group_norm_silu_dropout import drop, keep_scale, random_stream
-from ridgeline.kernels._group_norm_silu_pieces import affine, centre, place, statistics, tile_at, widening
+from ridgeline.kernels._group_norm_silu_pieces import (
+    affine,
+    centre,
+    place,
+    pointers_at,
+    statistics,
+    tile_at,
+    widening,
+)
 from ridgeline.kernels._nhwc import activate
 from ridgeline.kernels._op import INTERPRETED
 from ridgeline.kernels._quads import store_quads
@@ -113,9 +121,9 @@ _WEAVING = tl.constexpr(
 
 @triton.jit(do_not_specialize=["row"])
 def forward_fp8_kernel(
-    x_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, fp8_scale_ptr, y_ptr, words_ptr, amax_ptr,
-    counts_ptr, row,
-    HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
+    x_ptr, x2_ptr, gamma_ptr, beta_ptr, scale_ptr, shift_ptr, seed_ptr, offset_ptr, fp8_scale_ptr, y_ptr, words_ptr,
+    amax_ptr, counts_ptr, row,
+    HW: tl.constexpr, C1: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, SCALE_ROW: tl.constexpr,
     SHIFT_ROW: tl.constexpr, EPS: tl.constexpr, ACT: tl.constexpr, DROPPED: tl.constexpr, W: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, KP: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
@@ -129,7 +137,8 @@ def forward_fp8_kernel(
     for piece in tl.static_range(PIECES):
         first = piece % QUARTERS * Q + piece // QUARTERS * BLOCK_P
         at_pc, inside_pc = tile_at(n, slab, first, HW, C, WIDTH, BLOCK_P, BLOCK_C)
-        x = x + (tl.load(x_ptr + at_pc, mask=inside_pc, other=0.0),)  # noqa: RUF005 - Triton cannot unpack
+        pointers_pc = pointers_at((x_ptr, x2_ptr, C1), n, slab, first, HW, C, WIDTH, BLOCK_P, BLOCK_C)
+        x = x + (tl.load(pointers_pc, mask=inside_pc, other=0.0),)  # noqa: RUF005 - Triton cannot unpack
     fp8_scale = tl.load(fp8_scale_ptr + row)
     weight_c, bias_c = affine(gamma_ptr, beta_ptr, scale_ptr, shift_ptr, n, slab, WIDTH, SCALE_ROW, SHIFT_ROW, BLOCK_C)
     # it counts pixels piece by piece, which is right in any order: quarters have whole pieces

@@ -65,8 +65,37 @@ def tile_at(
 
 
 @triton.jit
+def pointers_at(
+    maps, n, slab, first, HW: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """`tile_at` as pointers into `maps`: (map, None, C), or (first map, second map, channels of the first).
+
+    Of two maps the channels stand side by side, as in their concatenation; a slab may have channels of both.
+    """
+    if maps[1] is None:
+        at_pc, _ = tile_at(n, slab, first, HW, C, WIDTH, BLOCK_P, BLOCK_C)
+        pointers_pc = maps[0] + at_pc
+    else:
+        C1: tl.constexpr = maps[2]
+        C2: tl.constexpr = C - C1
+        WIDE: tl.constexpr = 1 if C1 % WIDTH == 0 else BLOCK_C
+        # a slab of one map is told once
+        channel = slab * WIDTH + tl.arange(0, WIDE)[None, :]
+        lower = channel < C1
+        of_first = maps[0] + (n.to(tl.int64) * (HW * C1) + channel)
+        of_second = maps[1] + (n.to(tl.int64) * (HW * C2) + (channel - C1))
+        row = tl.where(lower, C1, C2) if C1 != C2 else C1
+        p = first + tl.arange(0, BLOCK_P)[:, None]
+        pointers_pc = tl.where(lower, of_first, of_second) + p * row
+        if WIDE == 1:
+            pointers_pc += tl.arange(0, BLOCK_C)[None, :]
+    return pointers_pc
+
+
+@triton.jit
 def load_slab(
-    ptr, n, slab, HW: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
+    maps, n, slab, HW: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """All pixels of a slab as a tuple of pieces, each one access a thread.
@@ -75,8 +104,9 @@ def load_slab(
     """
     slab_pc = ()
     for piece in tl.static_range(PIECES):
-        at_pc, inside_pc = tile_at(n, slab, piece * BLOCK_P, HW, C, WIDTH, BLOCK_P, BLOCK_C)
-        slab_pc = slab_pc + (tl.load(ptr + at_pc, mask=inside_pc, other=0.0),)  # noqa: RUF005 - Triton cannot unpack
+        _, inside_pc = tile_at(n, slab, piece * BLOCK_P, HW, C, WIDTH, BLOCK_P, BLOCK_C)
+        pointers_pc = pointers_at(maps, n, slab, piece * BLOCK_P, HW, C, WIDTH, BLOCK_P, BLOCK_C)
+        slab_pc = slab_pc + (tl.load(pointers_pc, mask=inside_pc, other=0.0),)  # noqa: RUF005 - Triton cannot unpack
     return slab_pc
 
 
@@ -153,7 +183,7 @@ def statistics(
 
 @triton.jit
 def moments(
-    x_ptr, n, slab, part,
+    maps, n, slab, part,
     HW: tl.constexpr, C: tl.constexpr, CG: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
@@ -173,8 +203,10 @@ def moments(
         mean_pc = tl.full((BLOCK_P, BLOCK_C), 0, tl.float32)
         squares_pc = tl.full((BLOCK_P, BLOCK_C), 0, tl.float32)
         for tile in range(TILES):
-            at_pc, inside_pc = tile_at(n, slab * COLUMNS + i, begin + tile * BLOCK_P, HW, C, COLUMN, BLOCK_P, BLOCK_C)
-            x_pc = tl.load(x_ptr + at_pc, mask=inside_pc, other=0.0).to(tl.float32)
+            column, first = slab * COLUMNS + i, begin + tile * BLOCK_P
+            _, inside_pc = tile_at(n, column, first, HW, C, COLUMN, BLOCK_P, BLOCK_C)
+            pointers_pc = pointers_at(maps, n, column, first, HW, C, COLUMN, BLOCK_P, BLOCK_C)
+            x_pc = tl.load(pointers_pc, mask=inside_pc, other=0.0).to(tl.float32)
             if HW % (TILES * BLOCK_P) != 0:
                 x_pc = tl.where(inside_pc, x_pc, mean_pc)
             apart_pc = x_pc - mean_pc

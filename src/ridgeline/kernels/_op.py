@@ -33,7 +33,6 @@ _POINTERS = {
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.float8_e5m2: "*fp8e5",
 }
-_INT32_MAX = 2**31 - 1
 _DESCRIPTORS = (TensorDescriptor, GluonDescriptor)
 # arguments that change neither the work nor which config suits it
 _NO_PROBLEM = frozenset({"bias", "out", "pdl", "inverse", "x_row", "weight_row", "dy_row"})
@@ -41,7 +40,7 @@ _NO_PROBLEM = frozenset({"bias", "out", "pdl", "inverse", "x_row", "weight_row",
 _UNSAID = (("stride", 1),)
 
 Config = TypeVar("Config")
-RIVAL = "torch"  # under which a tuned row has the time of PyTorch's own kernel
+RIVAL, MATMUL = "torch", "torch matmul"  # under which a tuned row has the times of PyTorch's own kernels
 INTERPRETED: bool = vars(triton)["knobs"].runtime.interpret  # kernels run on the CPU, slowly: what tests use
 
 
@@ -141,6 +140,7 @@ class Launcher:
     typical: Callable[..., dict[str, Any]] | None = None
     # rival(**arguments): a call of PyTorch's own kernel, which `tune` times beside the candidates, see `RIVAL`
     rival: Callable[..., Callable[[], Tensor]] | None = None
+    matmul: Callable[..., Callable[[], Tensor] | None] | None = None  # likewise of its product of two, where it is one
 
 
 @dataclass(frozen=True)
@@ -390,7 +390,7 @@ def _triton_type(value: Tensor | TensorDescriptor | GluonDescriptor | int | None
         layout = f",{value.layout!r}" if isinstance(value, GluonDescriptor) else ""
         return f"tensordesc<{_POINTERS[value.base.dtype].removeprefix('*')}{list(value.block_shape)}{layout}>"
     assert value is not None
-    return "i32" if abs(value) <= _INT32_MAX else "i64"
+    return "i32" if abs(value) < 2**31 else "i64"
 
 
 def _aligned(value: Tensor | TensorDescriptor | GluonDescriptor | int | None) -> bool:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem, conv_input_grad
+from ridgeline.kernels import _conv2d_matmul
 from ridgeline.kernels._conv2d_gluon import conv2d_gluon_kernel
 from ridgeline.kernels._conv2d_launch import Product, check_residual, residual_cost
 from ridgeline.kernels._conv2d_narrow import narrow_contract_kernel, narrow_expand_kernel
@@ -88,6 +89,13 @@ def plan(
 
 def rival(dy: Tensor, weight: Tensor, *others: Tensor | None, **choices: Any) -> Callable[[], Tensor]:
     return lambda: reference(dy, weight, *others, **choices)
+
+
+def matmul(
+    dy: Tensor, weight: Tensor, residual: Tensor | None = None, *, padding: Sequence[int], stride: int = 1
+) -> Callable[[], Tensor] | None:
+    conv = _pass(dy, weight, padding, stride).conv
+    return _conv2d_matmul.called_if(conv, lambda: _conv2d_matmul.input_gradient(dy, weight, residual))
 
 
 def conv2d_dgrad(
@@ -157,7 +165,7 @@ OP = define(
     conv2d_dgrad,
     reference=reference,
     cost=cost,
-    launcher=Launcher(plan, candidates, rival=rival),
+    launcher=Launcher(plan, candidates, rival=rival, matmul=matmul),
     samples=SAMPLES,
     dtypes=DTYPES,
     interpretable=False,

@@ -14,7 +14,8 @@ has twice the rows and columns of y then, is dense, and C is a multiple of 16. A
 Raises ValueError or TypeError for anything else.
 
 Gradients come from conv2d_dgrad and conv2d_wgrad where `tune` found them no slower than PyTorch's kernels, else from
-those: see `choice`. The GEMM is [N HO WO, R S C] x [R S C, K]; _conv2d_gluon says how it runs.
+those: see `choice`. For 1x1 filters PyTorch has two, cuDNN's convolution and cuBLAS's product of matrices, of which the
+faster one counts: `rival_seconds`. The GEMM is [N HO WO, R S C] x [R S C, K]; _conv2d_gluon says how it runs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import Tensor
 from ridgeline import tuned
 from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem, conv_forward
-from ridgeline.kernels import conv2d_dgrad, conv2d_wgrad
+from ridgeline.kernels import _conv2d_matmul, conv2d_dgrad, conv2d_wgrad
 from ridgeline.kernels._conv2d_gluon import conv2d_gluon_kernel
 from ridgeline.kernels._conv2d_launch import Product, check_residual, residual_cost
 from ridgeline.kernels._conv2d_narrow import narrow_contract_kernel, narrow_expand_kernel
@@ -46,6 +47,7 @@ from ridgeline.kernels._conv2d_pass import (
 )
 from ridgeline.kernels._nhwc import empty_nhwc, random_nhwc
 from ridgeline.kernels._op import (
+    MATMUL,
     RIVAL,
     Autograd,
     Launch,
@@ -59,6 +61,8 @@ from ridgeline.kernels._op import (
     tuned_config,
     tuned_row,
 )
+
+_OURS = "ridgeline"
 
 
 def reference(
@@ -119,6 +123,19 @@ def rival(x: Tensor, weight: Tensor, *others: Tensor | None, **choices: Any) -> 
     return lambda: reference(x, weight, *others, **choices)
 
 
+def matmul(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    padding: Sequence[int],
+    stride: int = 1,
+) -> Callable[[], Tensor] | None:
+    conv = _pass(x, weight, padding, stride).conv
+    return _conv2d_matmul.called_if(conv, lambda: _conv2d_matmul.forward(x, weight, bias, residual))
+
+
 def choice(x: Tensor, weight: Tensor, padding: Sequence[int], stride: int = 1) -> dict[str, tuple[tuned.Row, bool]]:
     """The tables' row of each pass of a convolution, and whether the kernel here is no slower than PyTorch's.
 
@@ -155,9 +172,33 @@ def passes_of(
 
 
 def rival_seconds(row: tuned.Row) -> float:
-    """What PyTorch's own kernel took beside a tuned row, as `tune` timed it; the row's time where nothing was timed."""
-    theirs = row.tried.get(RIVAL)
-    return theirs if isinstance(theirs, float) else row.seconds
+    """What PyTorch's faster kernel took beside a tuned row, as `tune` timed it; the row's time if nothing was timed."""
+    theirs = [seconds for tag in (RIVAL, MATMUL) if (seconds := _timed(row, tag)) is not None]
+    return min(theirs, default=row.seconds)
+
+
+def matmul_seconds(row: tuned.Row) -> float | None:
+    """What PyTorch's product of matrices took, which is its linear layer; None where that was not timed."""
+    return _timed(row, MATMUL)
+
+
+def by_matmul(row: tuned.Row) -> bool:
+    """Whether that is PyTorch's faster kernel."""
+    return matmul_seconds(row) == rival_seconds(row)
+
+
+def _timed(row: tuned.Row, tag: str) -> float | None:
+    seconds = row.tried.get(tag)
+    return seconds if isinstance(seconds, float) else None
+
+
+def _faster(found: tuple[tuned.Row, bool] | None) -> str:
+    """Which kernel computes a pass: _OURS, RIVAL or MATMUL; PyTorch's convolution where it was not tuned."""
+    if found is None:
+        return RIVAL
+    row, ours = found
+    theirs = MATMUL if by_matmul(row) else RIVAL
+    return _OURS if ours else theirs
 
 
 def conv2d_fprop(
@@ -181,37 +222,50 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int]) -> Tensor:
     """y by the faster kernel, without gradients: for whoever computes them otherwise."""
-    _, ours = choice(x, weight, padding).get("fprop", (None, False))
-    return (OP if ours else reference)(x, weight, bias, padding=list(padding))
+    kernel = _faster(choice(x, weight, padding).get("fprop"))
+    if kernel == MATMUL:
+        return _conv2d_matmul.forward(x, weight, bias)
+    return (reference if kernel == RIVAL else OP)(x, weight, bias, padding=list(padding))
 
 
 def gradients(
     dy: Tensor, x: Tensor, weight: Tensor, padding: Sequence[int], *, of_x: bool, of_weight: bool, stride: int = 1
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dx, dw), None where not asked for, each by the faster kernel. `dy` is channels_last."""
-    wins = {name for name, (_, ours) in choice(x, weight, padding, stride).items() if ours}
-    their_x, their_weight = of_x and "dgrad" not in wins, of_weight and "wgrad" not in wins
+    rows = choice(x, weight, padding, stride)
+    for_x, for_weight = (_faster(rows.get(name)) for name in ("dgrad", "wgrad"))
     dx = dw = None
-    if their_x or their_weight:
-        wanted = {"of_x": their_x, "of_weight": their_weight}
-        dx, dw = torch_gradients(dy, x, weight, padding, stride=stride, **wanted)
-    if of_x and not their_x:
+    # one call where both come from it
+    theirs = {"of_x": of_x and for_x == RIVAL, "of_weight": of_weight and for_weight == RIVAL}
+    if any(theirs.values()):
+        dx, dw = torch_gradients(dy, x, weight, padding, stride=stride, **theirs)
+    if of_x and for_x == MATMUL:
+        dx = _conv2d_matmul.input_gradient(dy, weight)
+    elif of_x and for_x == _OURS:
         dx = conv2d_dgrad.OP(dy, weight, padding=list(padding), stride=stride)
-    if of_weight and not their_weight:
+    if of_weight and for_weight == MATMUL:
+        dw = _conv2d_matmul.weight_gradient(dy, x)
+    elif of_weight and for_weight == _OURS:
         dw = conv2d_wgrad.OP(dy, x, kernel_size=list(weight.shape[2:]), padding=list(padding), stride=stride)
     return dx, dw
+
+
+def bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
+    """db [K], summed in fp32 at least and rounded once."""
+    axes, wide = (0, 2, 3), torch.promote_types(dy.dtype, torch.float32)
+    # a sum of 16 bits is accumulated in 32 too
+    return dy.sum(axes) if dtype == dy.dtype else dy.sum(axes, dtype=wide).to(dtype)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     # the dispatcher leaves out what was left at its default behind the last that was not
     needs_x, needs_weight, needs_bias, needs_residual = (*ctx.needs_input_grad, False, False)[:4]
-    needs_bias = ctx.bias_dtype is not None and needs_bias
+    bias_dtype = ctx.bias_dtype if needs_bias else None
     # a gradient may come in any layout: that of a sum is one number expanded
     dy = dy.contiguous(memory_format=torch.channels_last)
     dx, dw = gradients(dy, x, weight, ctx.padding, of_x=needs_x, of_weight=needs_weight, stride=ctx.stride)
-    at_least_fp32 = torch.promote_types(dy.dtype, torch.float32)
-    db = dy.sum((0, 2, 3), dtype=at_least_fp32).to(ctx.bias_dtype) if needs_bias else None
+    db = None if bias_dtype is None else bias_gradient(dy, bias_dtype)
     return dx, dw, db, dy if needs_residual else None
 
 
@@ -272,7 +326,7 @@ OP = define(
     conv2d_fprop,
     reference=reference,
     cost=cost,
-    launcher=Launcher(plan, candidates, rival=rival),
+    launcher=Launcher(plan, candidates, rival=rival, matmul=matmul),
     samples=SAMPLES,
     dtypes=DTYPES,
     autograd=Autograd(setup=_setup, backward=_backward),

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem, conv_weight_grad
+from ridgeline.kernels import _conv2d_matmul
 from ridgeline.kernels._conv2d_launch import weight_gradient_sums
 from ridgeline.kernels._conv2d_narrow import narrow_reduce_kernel
 from ridgeline.kernels._conv2d_narrow_call import NarrowConfig, narrow_pass, with_narrow_configs
@@ -100,6 +101,13 @@ def rival(
     return lambda: reference(dy, x, kernel_size=kernel_size, padding=padding, stride=stride)
 
 
+def matmul(
+    dy: Tensor, x: Tensor, *, kernel_size: Sequence[int], padding: Sequence[int], stride: int = 1
+) -> Callable[[], Tensor] | None:
+    conv = _pass(dy, x, kernel_size, padding, stride).conv
+    return _conv2d_matmul.called_if(conv, lambda: _conv2d_matmul.weight_gradient(dy, x))
+
+
 def conv2d_wgrad(
     dy: Tensor, x: Tensor, *, kernel_size: Sequence[int], padding: Sequence[int], stride: int = 1
 ) -> Tensor:
@@ -160,7 +168,7 @@ OP = define(
     conv2d_wgrad,
     reference=reference,
     cost=cost,
-    launcher=Launcher(plan, candidates, rival=rival),
+    launcher=Launcher(plan, candidates, rival=rival, matmul=matmul),
     samples=SAMPLES,
     dtypes=DTYPES,
     interpretable=False,

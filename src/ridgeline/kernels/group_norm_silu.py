@@ -9,6 +9,7 @@ offset one int64      likewise; calls with different (seed, offset) drop differe
 groups any divisor of C
 act    "silu" or "none"
 p      share of elements dropped, to the nearest 1/65536; the rest is divided by the share kept
+x2     [N, C2, H, W]  as x; not None: C counts its channels too, which follow those of x as in cat((x, x2), 1)
 y      [N, C, H, W]   channels_last, dtype of x
 
 Accumulates in fp32 and rounds once. An empty batch gives an empty y. Raises ValueError or TypeError for any other
@@ -34,20 +35,19 @@ from torch import Tensor
 
 from ridgeline.cost import Cost
 from ridgeline.cost.norm import TRAIN_FLOPS
-from ridgeline.kernels import group_norm_silu_backward
+from ridgeline.kernels import group_norm_silu_backward, group_norm_silu_backward_concat
 from ridgeline.kernels._conv import FLOATS
 from ridgeline.kernels._group_norm_silu import apply_kernel, forward_again_kernel, forward_kernel
 from ridgeline.kernels._group_norm_silu_call import (
-    UNET_MAPS,
     BoundedLaunch,
     Call,
     Config,
     default_config,
-    norm_sample,
     proposals,
     statistics_launch,
 )
 from ridgeline.kernels._group_norm_silu_dropout import scaled_mask
+from ridgeline.kernels._group_norm_silu_samples import UNET_MAPS, norm_sample
 from ridgeline.kernels._op import (
     Autograd,
     LastLaunch,
@@ -72,12 +72,14 @@ def reference(
     shift: Tensor | None = None,
     seed: Tensor | None = None,
     offset: Tensor | None = None,
+    x2: Tensor | None = None,
     *,
     groups: int,
     eps: float = 1e-5,
     act: str = "silu",
     p: float = 0.0,
 ) -> Tensor:
+    x = x if x2 is None else torch.cat((x, x2), 1)
     y = torch.group_norm(x, groups, gamma.to(x.dtype), beta.to(x.dtype), eps)
     if scale is not None:
         y = y * (1 + scale.to(x.dtype)[:, :, None, None])
@@ -96,6 +98,7 @@ def cost(
     shift: Tensor | None = None,
     seed: Tensor | None = None,
     offset: Tensor | None = None,
+    x2: Tensor | None = None,
     *,
     groups: int,  # noqa: ARG001
     eps: float = 1e-5,  # noqa: ARG001
@@ -104,8 +107,10 @@ def cost(
 ) -> Cost:
     """scale and shift cost nothing an element: they are folded into gamma and beta."""
     flops = TRAIN_FLOPS + _ACTIVATION_FLOPS[act] + (_DROPOUT_FLOPS if p else 0)
-    given = (x, gamma, beta, scale, shift, seed, offset)
-    return Cost(flops * x.numel(), sum(t.nbytes for t in given if t is not None), x.nbytes)
+    maps = tuple(t for t in (x, x2) if t is not None)
+    given = (*maps, gamma, beta, scale, shift, seed, offset)
+    read_bytes = sum(t.nbytes for t in given if t is not None)
+    return Cost(flops * sum(t.numel() for t in maps), read_bytes, sum(t.nbytes for t in maps))
 
 
 def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
@@ -121,10 +126,10 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
         tuned = tuned_config(OP, Config, lambda c: c.is_valid(call, target), **arguments)
         config = tuned or default_config(call, target)
     if not config.is_valid(call, target):
-        call.refuse(f"{config} is not valid for {call.groups} groups of {tuple(call.x.shape)} on {target.arch}")
-    y = torch.empty_like(call.x, memory_format=torch.channels_last)
-    maps: dict[str, Tensor | None] = {"x_ptr": call.x, **call.parameters(), "y_ptr": y}
-    constants = {**config.constants(call), **call.constants()}
+        call.refuse(f"{config} is not valid for {call.groups} groups of {call.shape} on {target.arch}")
+    y = call.empty_map()
+    maps: dict[str, Tensor | None] = {**call.maps(), **call.parameters(), "y_ptr": y}
+    constants = {"C1": call.x.shape[1], **config.constants(call), **call.constants()}
     options: dict[str, Any] = {"grid": (config.programs(call),), "num_warps": config.num_warps, "num_stages": 1}
     if config.again:
         return Launch(forward_again_kernel, arguments=maps, constants=constants, output=y, **options)
@@ -150,13 +155,14 @@ def group_norm_silu(
     shift: Tensor | None = None,
     seed: Tensor | None = None,
     offset: Tensor | None = None,
+    x2: Tensor | None = None,
     *,
     groups: int,
     eps: float = 1e-5,
     act: str = "silu",
     p: float = 0.0,
 ) -> Tensor:
-    call = Call(x, gamma, beta, scale, shift, seed, offset, groups, eps, act, p)
+    call = Call(x, gamma, beta, scale, shift, seed, offset, groups, eps, act, p, x2=x2)
     return execute("group_norm_silu", plan(**vars(call)), x)
 
 
@@ -169,9 +175,15 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     inputs = ctx.saved_tensors
     # a gradient may come in any layout: that of a sum is one number expanded
     dy = dy.contiguous(memory_format=torch.channels_last)
-    gradients = group_norm_silu_backward.OP(dy, *inputs, **ctx.choices)
+    *operands, x2 = inputs
+    if x2 is None:
+        gradients = group_norm_silu_backward.OP(dy, *operands, **ctx.choices)
+        dx2 = None
+    else:
+        dx, dx2, *others = group_norm_silu_backward_concat.OP(dy, operands[0], x2, *operands[1:], **ctx.choices)
+        gradients = (dx, *others)
     given = (gradient if t is not None else None for gradient, t in zip(gradients, inputs[:5], strict=True))
-    return (*given, None, None)
+    return (*given, None, None, dx2)
 
 
 SAMPLES = (
@@ -180,12 +192,16 @@ SAMPLES = (
     norm_sample("scale, shift and dropout", (2, 16, 4, 4), 4, scale=True, p=0.25),
     norm_sample("odd channels, odd map, no activation", (1, 15, 3, 7), 3, act="none"),
     norm_sample("one group a channel on a map of one row: InstanceNorm", (2, 8, 1, 6), 8),
+    norm_sample("two maps, a group of both", (2, 24, 4, 5), 3, second=12, scale=True),
+    norm_sample("two maps of equal channels", (1, 32, 4, 4), 8, second=16),
     *(
         norm_sample(f"UNet {side}x{side} {c}, batch 128", (128, c, side, side), 32, real_size=True)
         for c, side in UNET_MAPS
     ),
     norm_sample("UNet 32x32 128, scale, shift and dropout", (128, 128, 32, 32), 32, scale=True, p=0.1, real_size=True),
     norm_sample("UNet 16x16 256, scale, shift and dropout", (128, 256, 16, 16), 32, scale=True, p=0.1, real_size=True),
+    norm_sample("UNet 32x32 256 + 128, two maps", (128, 384, 32, 32), 32, second=128, real_size=True),
+    norm_sample("UNet 16x16 256 + 256, two maps", (128, 512, 16, 16), 32, second=256, real_size=True),
     norm_sample("latent UNet 128x128 320, two passes", (2, 320, 128, 128), 32, real_size=True),
 )
 

@@ -42,16 +42,15 @@ from ridgeline.kernels._group_norm_silu_backward import (
     parameters_kernel,
 )
 from ridgeline.kernels._group_norm_silu_call import (
-    UNET_MAPS,
     BackwardCall,
     BoundedLaunch,
     Config,
     default_config,
-    gradient_sample,
     proposals,
     statistics_launch,
 )
 from ridgeline.kernels._group_norm_silu_dropout import scaled_mask
+from ridgeline.kernels._group_norm_silu_samples import UNET_MAPS, gradient_sample
 from ridgeline.kernels._nhwc import cdiv
 from ridgeline.kernels._op import (
     LastLaunch,
@@ -85,13 +84,19 @@ def gradients(
     seed: Tensor | None = None,
     offset: Tensor | None = None,
     residual: Tensor | None = None,
+    x2: Tensor | None = None,
     *,
     groups: int,
     eps: float = 1e-5,
     act: str = "silu",
     p: float = 0.0,
 ) -> Gradients:
-    """All five from PyTorch's own backward operators: what autograd runs on the forward's reference."""
+    """All five from PyTorch's own backward operators: what autograd runs on the forward's reference.
+
+    With x2, whose channels follow those of x, dx is that of x alone.
+    """
+    of_x = x.shape[1]
+    x = x if x2 is None else torch.cat((x, x2), 1)
     n, c, h, w = x.shape
     aten = torch.ops.aten
     sizes = (n, c, h * w, groups)
@@ -107,7 +112,7 @@ def gradients(
     dn = (du * factor).contiguous()
     dx, dgamma, dbeta = aten.native_group_norm_backward(dn, planes, mean, rstd, weight, *sizes, [True] * 3)
     return (
-        dx if residual is None else dx + residual,
+        (dx if residual is None else dx + residual)[:, :of_x],
         dgamma.to(gamma.dtype),
         dbeta.to(beta.dtype),
         x.new_empty(0) if scale is None else (du * y).sum((2, 3)).to(scale.dtype),
@@ -125,6 +130,7 @@ def cost(
     seed: Tensor | None = None,
     offset: Tensor | None = None,
     residual: Tensor | None = None,
+    x2: Tensor | None = None,
     *,
     groups: int,  # noqa: ARG001
     eps: float = 1e-5,  # noqa: ARG001
@@ -134,10 +140,10 @@ def cost(
     """With what is computed again from x; its sums cost less than 1 % more bytes."""
     flops = BACKWARD_FLOPS + _AGAIN_FLOPS + _ACTIVATION_FLOPS[act] + (_DROPOUT_FLOPS if p else 0)
     flops += 0 if residual is None else 1
-    given = (dy, x, gamma, beta, scale, shift, seed, offset, residual)
-    written = (x, gamma, beta, scale, shift)
+    given = (dy, x, x2, gamma, beta, scale, shift, seed, offset, residual)
+    written = (x, x2, gamma, beta, scale, shift)
     return Cost(
-        flops * x.numel(),
+        flops * dy.numel(),
         sum(t.nbytes for t in given if t is not None),
         sum(t.nbytes for t in written if t is not None),
     )
@@ -159,7 +165,8 @@ def plan(
 ) -> Launch:
     """The launch or launches that make dx and, as its argument `sums_ptr`, the sums [N, parts, rows, C]. Runs nothing.
 
-    Rows are 2, and with `sum_dx` 3 where one launch does it all.
+    Rows are 2, and with `sum_dx` 3 where one launch does it all. With x2, which `group_norm_silu_backward_concat`
+    gives, the gradient of x2 is its argument `dx2_ptr`.
     """
     call = BackwardCall(**arguments)
     target = target or target_of(call.x)
@@ -167,14 +174,17 @@ def plan(
         tuned = tuned_config(OP, Config, lambda c: c.is_valid(call, target), **arguments)
         config = tuned or default_config(call, target)
     if not config.is_valid(call, target):
-        call.refuse(f"{config} is not valid for {call.groups} groups of {tuple(call.x.shape)} on {target.arch}")
-    n, c = call.x.shape[:2]
-    dx = torch.empty_like(call.x, memory_format=torch.channels_last)
+        call.refuse(f"{config} is not valid for {call.groups} groups of {call.shape} on {target.arch}")
+    n, c = call.shape[:2]
+    dx, dx2 = (
+        None if one is None else torch.empty_like(one, memory_format=torch.channels_last) for one in (call.x, call.x2)
+    )
+    assert dx is not None
     rows = 2 if config.launches(call) or not sum_dx else 3
     sums = torch.empty((n, config.parts(call), rows, c), dtype=torch.float32, device=call.x.device)
-    common: dict[str, Tensor | None] = {"dy_ptr": call.dy, "x_ptr": call.x, **call.parameters(), "sums_ptr": sums}
-    last = {"residual_ptr": call.residual, "dx_ptr": dx}
-    constants = {**config.constants(call), **call.constants()}
+    common: dict[str, Tensor | None] = {"dy_ptr": call.dy, **call.maps(), **call.parameters(), "sums_ptr": sums}
+    last = {"residual_ptr": call.residual, "dx_ptr": dx, "dx2_ptr": dx2}
+    constants = {"C1": call.x.shape[1], **config.constants(call), **call.constants()}
     options: dict[str, Any] = {"grid": (config.programs(call),), "num_warps": config.num_warps, "num_stages": 1}
     if not config.launches(call):
         constants["ROWS"] = rows
@@ -216,7 +226,7 @@ def group_norm_silu_backward(
     act: str = "silu",
     p: float = 0.0,
 ) -> Gradients:
-    call = BackwardCall(x, gamma, beta, scale, shift, seed, offset, groups, eps, act, p, dy, residual)
+    call = BackwardCall(x, gamma, beta, scale, shift, seed, offset, groups, eps, act, p, dy=dy, residual=residual)
     launch = plan(**vars(call))
     return launch.output, *run(call, launch)
 
@@ -237,7 +247,7 @@ def group_norm_silu_backward_summed(
     act: str = "silu",
     p: float = 0.0,
 ) -> SummedGradients:
-    call = BackwardCall(x, gamma, beta, scale, shift, seed, offset, groups, eps, act, p, dy, residual)
+    call = BackwardCall(x, gamma, beta, scale, shift, seed, offset, groups, eps, act, p, dy=dy, residual=residual)
     launch = plan_summed(**vars(call))
     dx_sum = _empty_sum(x)
     found = run(call, launch, dx_sum)

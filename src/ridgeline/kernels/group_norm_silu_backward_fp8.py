@@ -42,14 +42,8 @@ from ridgeline.kernels import group_norm_silu_backward
 from ridgeline.kernels._conv import FLOATS
 from ridgeline.kernels._group_norm_silu_backward_fp8 import FORMAT, backward_fp8_kernel
 from ridgeline.kernels._group_norm_silu_backward_fp8_call import BackwardFp8Call
-from ridgeline.kernels._group_norm_silu_call import (
-    UNET_MAPS,
-    BoundedLaunch,
-    Config,
-    default_config,
-    gradient_sample,
-    proposals,
-)
+from ridgeline.kernels._group_norm_silu_call import BoundedLaunch, Config, default_config, proposals
+from ridgeline.kernels._group_norm_silu_samples import UNET_MAPS, gradient_sample
 from ridgeline.kernels._op import Launch, Launcher, Op, Sample, Target, register, target_of, tuned_config
 from ridgeline.kernels._quads import quads_shape, to_quads
 from ridgeline.kernels._quantize_fp8_call import as_filed, check, empty_y, state_of_one, typical
@@ -310,7 +304,7 @@ def on_cpu(
     operands = dict(zip(("scale", "shift", "seed", "offset", "residual"), others, strict=False))
     state = {"fp8_scale": fp8_scale, "amax": amax, "counts": counts, "row": row}
     call = BackwardFp8Call(x=x, gamma=gamma, beta=beta, dy=dy, **operands, **state, **choices)  # refuses what it must
-    results, seen = gradients(**vars(call))
+    results, seen = gradients(**{name: value for name, value in vars(call).items() if name != "x2"})
     # `data` has a version of its own, so that autograd sees no change; maximum keeps NaN, as the order of bits does
     amax.data[row] = torch.maximum(amax.data[row], seen[0][0])
     counts.data[row] += seen[1][0]

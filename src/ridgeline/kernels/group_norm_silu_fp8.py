@@ -31,8 +31,8 @@ Not in `kernels.ALL`, whose ops return one tensor; `tuning.tune` takes it nevert
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,11 +40,10 @@ from torch import Tensor
 from ridgeline.cost import Cost
 from ridgeline.kernels import group_norm_silu
 from ridgeline.kernels._conv import FLOATS
-from ridgeline.kernels._group_norm_silu_call import UNET_MAPS, BoundedLaunch, Call, norm_sample
-from ridgeline.kernels._group_norm_silu_call import Config as Slab
-from ridgeline.kernels._group_norm_silu_call import default_config as default_slab
-from ridgeline.kernels._group_norm_silu_fp8 import PACK, forward_fp8_kernel
-from ridgeline.kernels._nhwc import cdiv, next_power_of_2
+from ridgeline.kernels._group_norm_silu_call import BoundedLaunch, Call
+from ridgeline.kernels._group_norm_silu_fp8 import forward_fp8_kernel
+from ridgeline.kernels._group_norm_silu_fp8_call import WARPS, Config, Fp8Call, default_config
+from ridgeline.kernels._group_norm_silu_samples import UNET_MAPS, norm_sample
 from ridgeline.kernels._op import (
     Launch,
     Launcher,
@@ -61,7 +60,6 @@ from ridgeline.kernels._quads import quads_shape, to_quads, why_not
 from ridgeline.kernels._quantize_fp8_call import (
     as_filed,
     check,
-    check_rows,
     empty_y,
     state_of_one,
     typical,
@@ -70,119 +68,21 @@ from ridgeline.kernels.quantize_fp8 import cost as quantize_cost
 from ridgeline.kernels.quantize_fp8 import quantized
 
 _FORMAT = "e4m3"
-_WARPS = (1, 2, 4, 8, 16)
-_PREFERRED_WARPS = (4, 8, 16, 2, 1)
-_MOST_REGISTERS = 64  # of x a thread, so that sixteen warps share a multiprocessor
-_MOST_BYTES = _WARPS[-1] * 32 * _MOST_REGISTERS * 4  # of x in a slab
-# Registers beside those of x with which nothing is spilled. With fewer, more programs fit, and take longer: measured on
-# an H200 with 64 of x and no dropout, 112 and 128 in all 33.6 µs, 96 36.5, 80 47.9.
-_WORKING, _DRAWING = 48, 8  # the latter with dropout
-_REGISTERS, _MOST_WARPS = 65_536, 64  # of a multiprocessor
-_ROW_BYTES = 32  # the unit in which memory is written: a slab's share of a pixel should fill it
+_X2 = 9  # its place among the arguments behind x
 
 
-@dataclass(frozen=True)
-class Fp8Call(Call):
-    """One call, checked: the norm's arguments, then those of what quantises."""
-
-    name: ClassVar[str] = "group_norm_silu_fp8"
-
-    fp8_scale: Tensor | None = None
-    amax: Tensor | None = None
-    counts: Tensor | None = None
-    row: int = 0
-    quads: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.fp8_scale is None or self.amax is None or self.counts is None:
-            self.refuse("fp8_scale, amax and counts must be given")
-        check_rows(self.x, self.amax, self.counts, self.fp8_scale, self.row)
-        if self.quads and (reason := why_not(*self.x.shape[2:])) is not None:
-            self.refuse(reason)
-
-    @property
-    def norm(self) -> dict[str, Any]:
-        """The arguments of the norm alone."""
-        own = ("fp8_scale", "amax", "counts", "row", "quads")
-        return {name: value for name, value in vars(self).items() if name not in own}
-
-
-@dataclass(frozen=True)
-class Config:
-    """A program takes whole `groups` of a sample, piece by piece: PACK elements of each a thread."""
-
-    groups: int
-    num_warps: int
-
-    def is_valid(self, call: Call, quads: bool) -> bool:
-        """Whether it divides the groups and the map, and its threads hold the slab."""
-        if self.num_warps not in _WARPS or not 1 <= self.groups <= call.groups or call.groups % self.groups:
-            return False
-        rows, quarter = self.rows(call), call.pixels // 4
-        divides = not quads or (rows and quarter % rows == rows % call.x.shape[3] == 0)
-        return bool(rows and divides) and self.registers(call, quads) <= _MOST_REGISTERS
-
-    def slab(self, call: Call) -> Slab:
-        return Slab(self.groups, next_power_of_2(call.pixels), self.num_warps)
-
-    def rows(self, call: Call) -> int:
-        """Pixels of a piece."""
-        return PACK * 32 * self.num_warps // self.slab(call).block_c(call)
-
-    def pieces(self, call: Call, quads: bool) -> int:
-        return 4 * (call.pixels // 4 // self.rows(call)) if quads else cdiv(call.pixels, self.rows(call))
-
-    def programs(self, call: Call) -> int:
-        return call.x.shape[0] * (call.groups // self.groups)
-
-    def registers(self, call: Call, quads: bool) -> int:
-        """What a thread's share of x takes."""
-        return self.pieces(call, quads) * PACK * call.x.element_size() // 4
-
-    def max_registers(self, call: Call, quads: bool) -> int:
-        """All that a thread may take where as many programs share a multiprocessor as fit without spilling."""
-        needed = self.registers(call, quads) + _WORKING + (_DRAWING if call.p else 0)
-        warps = min(_REGISTERS // (32 * needed), _MOST_WARPS) // self.num_warps * self.num_warps
-        return min(_REGISTERS // (32 * warps) // 8 * 8, 255)  # they are given in eights
-
-
-def default_config(call: Call, quads: bool, target: Target) -> Config | None:
-    """The widest slab of whole _ROW_BYTES a pixel that four warps hold and every multiprocessor gets three of.
-
-    Of eight warps, sixteen, two or one where there is no such slab of four, and the narrowest where all are too few.
-    Where none has whole _ROW_BYTES, groups as group_norm_silu takes them, or more where pieces would not divide a
-    quarter. None where nothing fits.
-    """
-    pixels = next_power_of_2(call.pixels)
-    if pixels * next_power_of_2(call.group_channels) * call.x.element_size() > _MOST_BYTES:
-        return None
-    slab = default_slab(call, target)
-    if not slab.whole(call):
-        return None
-    wider = [k for k in range(slab.groups, call.groups + 1) if call.groups % k == 0]
-    filling = [k for k in range(1, call.groups + 1) if call.groups % k == 0 and _fills_rows(call, k)]
-    by_warps = [_valid(call, quads, filling, warps) for warps in _PREFERRED_WARPS]
-    busy = [[c for c in valid if c.programs(call) >= 3 * target.sm_count] for valid in by_warps]
-    narrowest = [_valid(call, quads, [k], warps) for k in wider for warps in _WARPS]
-    best = [valid[-1:] for valid in busy] + by_warps + narrowest
-    return next((valid[0] for valid in best if valid), None)
-
-
-def _fills_rows(call: Call, groups: int) -> bool:
-    return groups * call.group_channels % _ROW_BYTES == 0
-
-
-def _valid(call: Call, quads: bool, widths: list[int], num_warps: int) -> list[Config]:
-    return [config for k in widths if (config := Config(k, num_warps)).is_valid(call, quads)]
-
-
-def fits(x: Tensor, groups: int, *, quads: bool) -> bool:
+def fits(x: Tensor, groups: int, *, quads: bool, x2: Tensor | None = None) -> bool:
     """Whether `plan` takes a call with an x and groups that group_norm_silu takes."""
     if quads and why_not(*x.shape[2:]) is not None:
         return False
-    gamma = x.new_empty(x.shape[1])
-    return default_config(Call(x, gamma, gamma, groups=groups), quads, target_of(x)) is not None
+    gamma = x.new_empty(whole(x, x2).shape[1])
+    return default_config(Call(x, gamma, gamma, groups=groups, x2=x2), quads, target_of(x)) is not None
+
+
+def whole(x: Tensor, x2: Tensor | None) -> Tensor:
+    """A tensor of the shape of the map that is normalised, without memory of that size where there are two."""
+    n, c, h, w = x.shape
+    return x if x2 is None else x.new_empty(()).expand(n, c + x2.shape[1], h, w)
 
 
 def reference(
@@ -196,6 +96,7 @@ def reference(
     shift: Tensor | None = None,
     seed: Tensor | None = None,
     offset: Tensor | None = None,
+    x2: Tensor | None = None,
     *,
     groups: int,
     row: int,
@@ -205,13 +106,25 @@ def reference(
     p: float = 0.0,
 ) -> Tensor:
     """y8 alone; of float64 what FP8 rounds, for judging what rounding does."""
-    y = _wide(x, gamma, beta, scale, shift, seed, offset, groups=groups, eps=eps, act=act, p=p)
+    y = _wide(x, gamma, beta, scale, shift, seed, offset, x2, groups=groups, eps=eps, act=act, p=p)
     return quantized(y, fp8_scale[row], fp8_format=_FORMAT)[0]
 
 
-def _wide(x: Tensor, gamma: Tensor, beta: Tensor, *others: Tensor | None, **choices: Any) -> Tensor:
+def _wide(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    seed: Tensor | None,
+    offset: Tensor | None,
+    x2: Tensor | None,
+    **choices: Any,
+) -> Tensor:
     """The value that is quantised: of the norm in fp32, in float64 of such an x."""
-    return group_norm_silu.reference(x if x.dtype == torch.float64 else x.float(), gamma, beta, *others, **choices)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    second = None if x2 is None else x2.to(wide)
+    return group_norm_silu.reference(x.to(wide), gamma, beta, scale, shift, seed, offset, second, **choices)
 
 
 def cost(
@@ -225,6 +138,7 @@ def cost(
     shift: Tensor | None = None,
     seed: Tensor | None = None,
     offset: Tensor | None = None,
+    x2: Tensor | None = None,
     *,
     groups: int,
     row: int,
@@ -234,7 +148,8 @@ def cost(
     p: float = 0.0,
 ) -> Cost:
     """The norm's reads and FLOPs, then what quantising adds to them and writes."""
-    norm = group_norm_silu.cost(x, gamma, beta, scale, shift, seed, offset, groups=groups, eps=eps, act=act, p=p)
+    norm = group_norm_silu.cost(x, gamma, beta, scale, shift, seed, offset, x2, groups=groups, eps=eps, act=act, p=p)
+    x = whole(x, x2)
     one = quantize_cost(x, fp8_scale, amax, counts, row=row, fp8_format=_FORMAT, quads=quads)
     return Cost(norm.flops + one.flops, norm.read_bytes + one.read_bytes - x.nbytes, one.write_bytes)
 
@@ -243,7 +158,7 @@ def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Confi
     """The default, then other valid slabs, those nearest to it first."""
     call = Fp8Call(**arguments)
     default = _default(call, target or target_of(call.x))
-    slabs = (Config(k, w) for k in range(1, call.groups + 1) if call.groups % k == 0 for w in _WARPS)
+    slabs = (Config(k, w) for k in range(1, call.groups + 1) if call.groups % k == 0 for w in WARPS)
     return nearest_first(default, [config for config in slabs if config.is_valid(call, call.quads)])
 
 
@@ -256,18 +171,24 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
         tuned = tuned_config(OP, Config, lambda c: c.is_valid(call, call.quads), **as_filed(arguments))
         config = tuned or _default(call, target)
     if not config.is_valid(call, call.quads):
-        call.refuse(f"{config} is not valid for {call.groups} groups of {tuple(call.x.shape)}")
-    n, c, h, w = call.x.shape
-    y = empty_y(call.x, _FORMAT)
+        call.refuse(f"{config} is not valid for {call.groups} groups of {call.shape}")
+    n, c, h, w = call.shape
+    y = empty_y(whole(call.x, call.x2), _FORMAT)
     assert call.amax is not None  # as Fp8Call has checked
     tiling = config.slab(call).constants(call)
-    constants = {**tiling, "BLOCK_P": config.rows(call), "PIECES": config.pieces(call, call.quads), "W": w}
+    constants = {
+        "C1": call.x.shape[1],
+        **tiling,
+        "BLOCK_P": config.rows(call),
+        "PIECES": config.pieces(call, call.quads),
+        "W": w,
+    }
     words = call.x.new_empty(quads_shape(n, c, h, w, beside=True)[:5], dtype=torch.int32) if call.quads else None
     return BoundedLaunch(
         forward_fp8_kernel,
         grid=(config.programs(call),),
         arguments={
-            "x_ptr": call.x,
+            **call.maps(),
             **call.parameters(),
             "fp8_scale_ptr": call.fp8_scale,
             "y_ptr": y,
@@ -304,6 +225,7 @@ def group_norm_silu_fp8(
     shift: Tensor | None = None,
     seed: Tensor | None = None,
     offset: Tensor | None = None,
+    x2: Tensor | None = None,
     *,
     groups: int,
     row: int,
@@ -313,7 +235,7 @@ def group_norm_silu_fp8(
     p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     norm: dict[str, Any] = {"x": x, "gamma": gamma, "beta": beta, "scale": scale, "shift": shift}
-    norm |= {"seed": seed, "offset": offset, "groups": groups, "eps": eps, "act": act, "p": p}
+    norm |= {"seed": seed, "offset": offset, "x2": x2, "groups": groups, "eps": eps, "act": act, "p": p}
     # `data` has a version of its own, so that autograd sees no change
     launch = plan(**norm, fp8_scale=fp8_scale, amax=amax.data, counts=counts.data, row=row, quads=quads)
     y = launch.output
@@ -323,14 +245,14 @@ def group_norm_silu_fp8(
     words = launch.arguments["words_ptr"]
     if not isinstance(words, Tensor):
         return y, y.new_empty(0)
-    return y, words.view(y.dtype).view(quads_shape(*x.shape, beside=True))
+    return y, words.view(y.dtype).view(quads_shape(*y.shape, beside=True))
 
 
 def on_cpu(
     x: Tensor, gamma: Tensor, beta: Tensor, fp8_scale: Tensor, amax: Tensor, counts: Tensor, *others: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """The same in plain PyTorch."""
-    names = ("scale", "shift", "seed", "offset")
+    names = ("scale", "shift", "seed", "offset", "x2")
     given: dict[str, Any] = {**dict(zip(names, others, strict=False)), **kwargs}
     call = Fp8Call(x=x, gamma=gamma, beta=beta, fp8_scale=fp8_scale, amax=amax, counts=counts, **given)
     _default(call, target_of(x))
@@ -342,9 +264,11 @@ def on_cpu(
     return y8, to_quads(y8, beside=True) if call.quads else y8.new_empty(0)
 
 
-def _fake(x: Tensor, *_args: Any, quads: bool = False, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-    y = empty_y(x, _FORMAT)
-    return y, y.new_empty(quads_shape(*x.shape, beside=True) if quads else 0)
+def _fake(
+    x: Tensor, *others: Any, x2: Tensor | None = None, quads: bool = False, **_kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    y = empty_y(whole(x, others[_X2] if len(others) > _X2 else x2), _FORMAT)
+    return y, y.new_empty(quads_shape(*y.shape, beside=True) if quads else 0)
 
 
 def fp8_sample(why: str, x: tuple[int, int, int, int], groups: int, *, quads: bool = True, **options: Any) -> Sample:
@@ -362,10 +286,12 @@ SAMPLES = (
     fp8_sample("odd map, odd channels, no activation", (2, 15, 3, 7), 3, quads=False, act="none"),
     fp8_sample("a quarter of four pixels, two images", (2, 64, 4, 4), 8),
     fp8_sample("scale, shift and dropout", (2, 32, 8, 8), 4, scale=True, p=0.25),
+    fp8_sample("two maps, a group of both", (1, 96, 8, 8), 8, second=32),
     *(
         fp8_sample(f"UNet {side}x{side} {c}, batch 128", (128, c, side, side), 32, real_size=True)
         for c, side in UNET_MAPS
     ),
+    fp8_sample("UNet 32x32 256 + 128, two maps", (128, 384, 32, 32), 32, second=128, real_size=True),
     fp8_sample("UNet 32x32 128, y alone", (128, 128, 32, 32), 32, quads=False, real_size=True),
     fp8_sample("UNet 16x16 256, scale, shift and dropout", (128, 256, 16, 16), 32, scale=True, p=0.1, real_size=True),
 )

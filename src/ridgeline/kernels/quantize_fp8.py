@@ -39,7 +39,7 @@ from torch import Tensor
 
 from ridgeline.cost import Cost
 from ridgeline.kernels._conv import FLOATS
-from ridgeline.kernels._group_norm_silu_call import UNET_MAPS
+from ridgeline.kernels._group_norm_silu_samples import UNET_MAPS
 from ridgeline.kernels._nhwc import starts_early
 from ridgeline.kernels._op import (
     Launch,

@@ -19,6 +19,7 @@ from ridgeline.train_rewrites import (
     fuse_upsample_conv,
     keep_channels_last,
     merge_linears,
+    read_concats,
     use_convolutions,
 )
 
@@ -40,5 +41,6 @@ PIPELINE = (
     TrainRewrite("add_residual_gradients", add_residual_gradients.apply),
     TrainRewrite("keep_channels_last", keep_channels_last.apply),
     TrainRewrite("use_convolutions", use_convolutions.apply),
+    TrainRewrite("read_concats", read_concats.apply),
 )
 BY_NAME = {rewrite.name: rewrite for rewrite in PIPELINE}

@@ -10,6 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+_aten = torch.ops.aten
+# of one tensor, the first argument, of which they return the same elements
+VIEWS = frozenset(
+    {
+        *(_aten.view.default, _aten._unsafe_view.default, _aten.permute.default, _aten.transpose.int, _aten.t.default),
+        *(_aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.dims, _aten.squeeze.default, _aten.alias.default),
+    }
+)
 OUTPUT_MASK = 10  # place among convolution_backward's arguments: which gradients it makes, of input, weight and bias
 
 

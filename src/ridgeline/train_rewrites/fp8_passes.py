@@ -9,7 +9,7 @@ import torch
 
 from ridgeline.kernels import conv2d_wgrad_fp8
 from ridgeline.kernels._quads import why_not
-from ridgeline.train_rewrites.use_convolutions import Convolution
+from ridgeline.train_rewrites.convolution_calls import Convolution
 
 PASSES = ("fprop", "dgrad", "wgrad")
 ARCHITECTURES = ("sm_89", "sm_90", "sm_120")  # that conv2d_fp8 and conv2d_wgrad_fp8 have kernels for

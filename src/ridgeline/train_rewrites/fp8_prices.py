@@ -23,8 +23,8 @@ from ridgeline.kernels._quads import quads_shape
 from ridgeline.kernels._quantize_fp8 import FORMATS
 from ridgeline.roofline import bound, fp8_seconds
 from ridgeline.specs import DeviceSpec
+from ridgeline.train_rewrites.convolution_calls import Convolution
 from ridgeline.train_rewrites.fp8_passes import impossible_passes
-from ridgeline.train_rewrites.use_convolutions import Convolution
 
 _LAUNCH_S = 2e-6  # of a pass of its own over a map, in a graph
 

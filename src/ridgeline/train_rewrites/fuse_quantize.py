@@ -105,5 +105,6 @@ def _recording(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _suits(of_norm: Mapping[str, Any], given: Mapping[str, Any], fits: Callable[..., bool]) -> bool:
     """Whether a fused kernel takes the norm's map, and finds the scale where it is."""
-    x, scale = of_norm["x"].meta["val"], given["scale"].meta["val"]
-    return x.device == scale.device and fits(x, of_norm["groups"], quads=given["quads"])
+    x, scale, second = of_norm["x"].meta["val"], given["scale"].meta["val"], of_norm.get("x2")
+    more = {} if second is None else {"x2": second.meta["val"]}
+    return x.device == scale.device and fits(x, of_norm["groups"], quads=given["quads"], **more)

@@ -15,14 +15,9 @@ from torch import Tensor, fx
 
 from ridgeline.kernels import Op, conv2d_fprop, upsample_conv2d, upsample_conv2d_dgrad, upsample_conv2d_wgrad
 from ridgeline.train_rewrites._match import finish, is_channels_last
+from ridgeline.train_rewrites.convolution_calls import Convolution, ConvolutionCall, convolution_calls
 from ridgeline.train_rewrites.expand_upsample import whole_upsamplings
-from ridgeline.train_rewrites.use_convolutions import (
-    PASSES,
-    Convolution,
-    ConvolutionCall,
-    Pass,
-    convolution_calls,
-)
+from ridgeline.train_rewrites.use_convolutions import PASSES, Pass
 
 _FILTER, _PADDING = (3, 3), (1, 1)
 

@@ -1,4 +1,4 @@
-"""Weight gradients run beside the rest of the backward: nothing reads them before the optimizer.
+"""Gradients of weights and biases run beside the rest of the backward: nothing reads them before the optimizer.
 
 A pass over the backward's graph of aten operators, as AOTAutograd hands it to a compiler. `meta["val"]` is what a node
 returns. While the graph runs none of its buffers may be reused: `INDUCTOR` are the settings of Inductor that see to it.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ridgeline.kernels import conv2d_wgrad, conv2d_wgrad_fp8, upsample_conv2d_wgrad
+from ridgeline.kernels import concat_conv2d_wgrad, conv2d_wgrad, conv2d_wgrad_fp8, upsample_conv2d_wgrad
 from ridgeline.side_stream import beside, join
 from ridgeline.train_rewrites._operators import OUTPUT_MASK, arguments
 
@@ -26,17 +26,26 @@ INDUCTOR = {"allow_buffer_reuse": False, "inplace_buffers": False, "layout_optim
 _aten = torch.ops.aten
 _CONVOLUTION = _aten.convolution_backward.default
 # to Inductor these are other ways to read the same memory
-_VIEWS = frozenset({operator.getitem, _aten.view.default, _aten.permute.default, _aten.t.default, _aten.squeeze.dim})
-_OWN = (conv2d_wgrad.OP.overload, conv2d_wgrad_fp8.OP.overload, upsample_conv2d_wgrad.OP.overload)
-_TAKEN = frozenset({_aten.mm.default, *_OWN})
+_VIEWS = frozenset(
+    {
+        *(operator.getitem, _aten.view.default, _aten.permute.default, _aten.t.default),
+        *(_aten.squeeze.dim, _aten.squeeze.dims, _aten.unsqueeze.default),
+    }
+)
+_OWNERS = (conv2d_wgrad, conv2d_wgrad_fp8, concat_conv2d_wgrad, upsample_conv2d_wgrad)
+_OWN = tuple(module.OP.overload for module in _OWNERS)
+_PRODUCTS = frozenset({_CONVOLUTION, _aten.mm.default, _aten.addmm.default, _aten.bmm.default})
+_SUM = _aten.sum.dim_IntList
+_TAKEN = frozenset({_aten.mm.default, _SUM, *_OWN})
 
 
 def apply(graph_module: fx.GraphModule) -> int:
-    """Put weight gradients beside the rest; returns how many.
+    """Put gradients of weights and biases beside the rest; returns how many.
 
-    Takes those of this project's convolutions, of PyTorch's (as calls of their own, where one made that of x too), and
-    of linear layers: products of two matrices that the graph returns. Does not fire on: results that an operator of the
-    graph reads, transposed convolutions.
+    Takes weight gradients of this project's convolutions, of PyTorch's (as calls of their own, where one made that of x
+    too), and of linear layers: products of two matrices that the graph returns. And bias gradients: sums that the graph
+    returns, of what a product or an operator of this project made. Other sums Inductor fuses with what they are of.
+    Does not fire on: results that an operator of the graph reads, transposed convolutions.
     """
     graph = graph_module.graph
     moved = []
@@ -45,7 +54,7 @@ def apply(graph_module: fx.GraphModule) -> int:
             continue
         if node.target is _CONVOLUTION:
             moved += _split(graph, node)
-        elif node.target in _TAKEN and _is_returned(node):
+        elif node.target in _TAKEN and _is_returned(node) and not (node.target is _SUM and _is_fused(node)):
             node.target = twin_of(node.target)
             moved.append(node)
     if moved:
@@ -96,6 +105,14 @@ def _is_returned(node: fx.Node) -> bool:
     return bool(node.users) and all(
         user.op == "output" or (user.target in _VIEWS and _is_returned(user)) for user in node.users
     )
+
+
+def _is_fused(total: fx.Node) -> bool:
+    """Whether Inductor may sum in the kernel that makes what is summed."""
+    source = total.all_input_nodes[0]
+    while source.target in _VIEWS:
+        source = source.all_input_nodes[0]
+    return source.target not in _PRODUCTS and getattr(source.target, "namespace", None) != "ridgeline"
 
 
 # --- operators ------------------------------------------------------------------------------------------------------

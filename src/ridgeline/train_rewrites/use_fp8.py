@@ -1,6 +1,6 @@
 """Convolutions of a bf16 step become convolve_fp8: the passes that are chosen in FP8, the others as they were.
 
-So do linear layers over tokens, as 1x1 convolutions: see `fp8_linears`.
+So do linear layers over tokens, as 1x1 convolutions: see `linear_layers`.
 
     x8,  x quads  = quantize(x)                          e4m3, forward
     y             = conv2d(x8, w8) / scales + bias
@@ -34,9 +34,9 @@ from ridgeline.kernels import (
 )
 from ridgeline.kernels._op import dtype_name
 from ridgeline.train_rewrites._match import finish, is_channels_last, value
-from ridgeline.train_rewrites.fp8_linears import linear_calls
+from ridgeline.train_rewrites.convolution_calls import Convolution, ConvolutionCall, convolution_calls
 from ridgeline.train_rewrites.fp8_passes import PASSES, Chooser, impossible_passes
-from ridgeline.train_rewrites.use_convolutions import Convolution, ConvolutionCall, convolution_calls
+from ridgeline.train_rewrites.linear_layers import linear_calls
 
 
 @dataclass(frozen=True, eq=False)

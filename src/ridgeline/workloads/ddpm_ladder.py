@@ -19,8 +19,8 @@ from ridgeline.ema import Ema
 from ridgeline.errors import EnvironmentUnusable, NotEngaged, UsageError
 from ridgeline.models.ddpm_unet import UNet, UNetConfig
 from ridgeline.step_recipe import NAMED, StepRecipe
+from ridgeline.train_rewrites.convolution_calls import Convolution
 from ridgeline.train_rewrites.fp8_passes import PASSES
-from ridgeline.train_rewrites.use_convolutions import Convolution
 from ridgeline.train_step import TrainStep, compile_step
 from ridgeline.train_tuning import convolutions, tune_step
 from ridgeline.tuned import Row
@@ -58,7 +58,8 @@ class Rung:
 
 _NORMS = ("expand_upsample", "fuse_group_norm_silu")
 _DENSE = ("merge_linears", "add_residual_gradients", "keep_channels_last")
-_OWN = ("fuse_upsample_conv", "fuse_group_norm_silu", "fuse_attention", *_DENSE, "use_convolutions")
+_UPSAMPLED = ("fuse_upsample_conv", "fuse_group_norm_silu", "fuse_attention", *_DENSE, "use_convolutions")
+_OWN = (*_UPSAMPLED, "read_concats")
 
 RUNGS = (
     Rung(
@@ -122,7 +123,7 @@ RUNGS = (
     ),
     Rung(
         "own-convolutions",
-        "convolutions by wgmma kernels of this project, where tuning found them faster",
+        "convolutions and linear layers by wgmma kernels of this project, where tuning found them faster",
         graph="step",
         one_pass=True,
         rewrites=(*_NORMS, "fuse_attention", *_DENSE, "use_convolutions"),
@@ -131,6 +132,14 @@ RUNGS = (
     Rung(
         "own-upsample",
         "upsampling and its convolution as four small ones, where tuning found them faster",
+        graph="step",
+        one_pass=True,
+        rewrites=_UPSAMPLED,
+        weight_copies=True,
+    ),
+    Rung(
+        "read-concats",
+        "norms and 1x1 convolutions read the two maps of a concatenation, and write their gradients apart",
         graph="step",
         one_pass=True,
         rewrites=_OWN,

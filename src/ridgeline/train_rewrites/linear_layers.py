@@ -18,13 +18,12 @@ from torch import Tensor, fx
 
 from ridgeline.kernels._quads import why_not
 from ridgeline.train_rewrites._match import calls, only_user, value
-from ridgeline.train_rewrites.fp8_passes import takes
-from ridgeline.train_rewrites.use_convolutions import Convolution, ConvolutionCall
+from ridgeline.train_rewrites.convolution_calls import Convolution, ConvolutionCall
 
-_LINEARS = (F.linear, torch.ops.aten.linear.default)
+LINEARS = (F.linear, torch.ops.aten.linear.default)
 _NAMES = ("input", "weight", "bias")
 _OF_1X1 = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-_VIEWS = ("flatten", "transpose", "permute", "reshape", "view")
+VIEWS = ("flatten", "unflatten", "transpose", "permute", "reshape", "view")  # methods
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,12 @@ class LinearCall(ConvolutionCall):
         """Whether the channels of a token are; a map is made channels_last, as any convolution's."""
         x = value(self.given["input"])
         return self.source is not None or (x is not None and x.stride(-1) == 1)
+
+    @property
+    def dense(self) -> bool:
+        """Whether all tokens are, one behind the other, so that they are a map of the same memory."""
+        x = value(self.given["input"])
+        return self.source is not None or (x is not None and x.is_contiguous() and x.storage_offset() == 0)
 
     @property
     def reads_source(self) -> bool:
@@ -89,7 +94,7 @@ def linear_calls(graph_module: fx.GraphModule) -> Iterator[LinearCall]:
 
     Not those of a single row an image [N, C], embeddings of time steps or classes, nor of sizes that are not fixed.
     """
-    for node in calls(graph_module, *_LINEARS):
+    for node in calls(graph_module, *LINEARS):
         given = dict.fromkeys(_NAMES) | dict(zip(_NAMES, node.args, strict=False)) | node.kwargs
         x, weight, y = value(given["input"]), value(given["weight"]), value(node)
         if x is None or weight is None or y is None or x.dim() < 3 or weight.dim() != 2:
@@ -106,9 +111,9 @@ def linear_calls(graph_module: fx.GraphModule) -> Iterator[LinearCall]:
 
 
 def convolutions_of(graph_module: fx.GraphModule) -> tuple[Convolution, ...]:
-    """Every distinct convolution that a linear layer could become in FP8."""
+    """Every distinct convolution that a linear layer is."""
     shapes = (((*c.x.shape,), (*c.weight.shape,), (0, 0), c.y.dtype, c.x.device) for c in linear_calls(graph_module))
-    return tuple(dict.fromkeys(conv for conv in (Convolution(*each) for each in shapes) if takes(conv)))
+    return tuple(dict.fromkeys(Convolution(*each) for each in shapes))
 
 
 def _as_map(tokens: Tensor, size: tuple[int, int]) -> Tensor:
@@ -130,7 +135,7 @@ def _map_of(tokens: Any) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
     """
     views: list[fx.Node] = []
     source = tokens
-    while source.op == "call_method" and source.target in _VIEWS and source.all_input_nodes == [source.args[0]]:
+    while source.op == "call_method" and source.target in VIEWS and source.all_input_nodes == [source.args[0]]:
         views.insert(0, source)
         source = source.all_input_nodes[0]
     found, shown = value(source), value(tokens)
