@@ -273,6 +273,33 @@ def test_a_call_waits_in_the_middle(tmp_path):
             call.close()
 
 
+def test_a_call_that_waits_is_not_late(tmp_path):
+    """Its alarm rings while it waits, before anybody has asked whether it is prepared."""
+    first, second = (Apart(partial(prepared, tmp_path / name), budget_s=60) for name in "ab")
+    try:
+        second.prepare()
+        while not (tmp_path / "a").exists():
+            time.sleep(0.05)
+        time.sleep(0.2)
+        first._ring()
+        assert first.result() <= second.result()
+    finally:
+        for call in (first, second):
+            call.close()
+
+
+def test_a_process_that_ends_while_it_waits_is_told_of():
+    call = Apart(hanging, budget_s=60)
+    try:
+        call.prepare()
+        call._child.kill()
+        call._child.join()
+        with pytest.raises(EnvironmentUnusable, match="its process ended with exit code -9"):
+            call.result()
+    finally:
+        call.close()
+
+
 def hanging(wait) -> None:
     wait()
     time.sleep(60)

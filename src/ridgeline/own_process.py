@@ -5,6 +5,7 @@ Several may prepare side by side and then work one at a time: see `in_turn`.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +39,7 @@ class Apart(Generic[T]):
     def __init__(self, work: Callable[[Wait], T], *, budget_s: float) -> None:
         check_budget(budget_s)
         self._budget_s = budget_s
+        self._rang = False  # its time was up
         self._answer: Any = None
         context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
         self._pipe, theirs = context.Pipe()
@@ -54,10 +56,9 @@ class Apart(Generic[T]):
             self._answer = self._pipe.recv()
         except EOFError:
             self._child.join()
-            over = self._alarm.finished.is_set()
             text = f"its process ended with exit code {self._child.exitcode}: what it said on stderr tells why"
             late = OverBudget(f"given up after {self._budget_s:g} s: raise the budget")
-            self._answer = (_FAILED, late if over else EnvironmentUnusable(text))
+            self._answer = (_FAILED, late if self._rang else EnvironmentUnusable(text))
         self._alarm.cancel()
 
     def result(self) -> T:
@@ -69,7 +70,9 @@ class Apart(Generic[T]):
         self.prepare()
         if self._answer[0] == _WAITS:
             self._answer, self._alarm = None, self._set_alarm()
-            self._pipe.send(None)
+            # of a process that has ended meanwhile the answer says so
+            with contextlib.suppress(BrokenPipeError):
+                self._pipe.send(None)
             self.prepare()
         kind, answer = self._answer
         if kind == _FAILED:
@@ -83,10 +86,16 @@ class Apart(Generic[T]):
         self._pipe.close()
 
     def _set_alarm(self) -> threading.Timer:
-        alarm = threading.Timer(self._budget_s, self._child.kill)
+        alarm = threading.Timer(self._budget_s, self._ring)
         alarm.daemon = True
         alarm.start()
         return alarm
+
+    def _ring(self) -> None:
+        # what waits for its turn is not late, only not asked yet
+        if not self._pipe.poll():
+            self._rang = True
+            self._child.kill()
 
 
 def call_apart(work: Callable[[], T], *, budget_s: float) -> T:

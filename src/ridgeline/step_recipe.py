@@ -100,14 +100,16 @@ class StepRecipe:
             )
 
 
-_BF16 = StepRecipe(channels_last=True, rewrites=tuple(BY_NAME), side_stream=True, weight_copies="auto")
+# A whole step that reads concatenations where they lie did not get ready on an H200 within 260 s, for a cause unknown.
+_REWRITES = tuple(name for name in BY_NAME if name != "read_concats")
+_BF16 = StepRecipe(channels_last=True, rewrites=_REWRITES, side_stream=True, weight_copies="auto")
 
 # "writeup-5" is what PyTorch's own kernels reach in one graph; the others add ridgeline's
 NAMED = {
     "bf16": _BF16,
     "fp8": replace(_BF16, fp8="auto"),
-    "fp16": StepRecipe(dtype="fp16", channels_last=True, rewrites=tuple(BY_NAME)),
-    "fp32": StepRecipe(dtype="fp32", channels_last=True, rewrites=tuple(BY_NAME)),
+    "fp16": StepRecipe(dtype="fp16", channels_last=True, rewrites=_REWRITES),
+    "fp32": StepRecipe(dtype="fp32", channels_last=True, rewrites=_REWRITES),
     "writeup-5": StepRecipe(channels_last=True, optimizer_kernel="never"),
 }
 

@@ -58,8 +58,7 @@ class Rung:
 
 _NORMS = ("expand_upsample", "fuse_group_norm_silu")
 _DENSE = ("merge_linears", "add_residual_gradients", "keep_channels_last")
-_UPSAMPLED = ("fuse_upsample_conv", "fuse_group_norm_silu", "fuse_attention", *_DENSE, "use_convolutions")
-_OWN = (*_UPSAMPLED, "read_concats")
+_OWN = ("fuse_upsample_conv", "fuse_group_norm_silu", "fuse_attention", *_DENSE, "use_convolutions")
 
 RUNGS = (
     Rung(
@@ -132,14 +131,6 @@ RUNGS = (
     Rung(
         "own-upsample",
         "upsampling and its convolution as four small ones, where tuning found them faster",
-        graph="step",
-        one_pass=True,
-        rewrites=_UPSAMPLED,
-        weight_copies=True,
-    ),
-    Rung(
-        "read-concats",
-        "norms and 1x1 convolutions read the two maps of a concatenation, and write their gradients apart",
         graph="step",
         one_pass=True,
         rewrites=_OWN,
