@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from ridgeline.kernels import (
 )
 from ridgeline.kernels._conv2d_pass import Config, WgradConfig
 from ridgeline.numerics import compare, to_float64
+from ridgeline.own_process import call_apart
 from ridgeline.sass import compile_many, inspect
 
 ALONE = replace(SM_90, sm_count=1)  # one program takes every tile
@@ -201,6 +203,24 @@ def test_nothing_spills_and_only_results_pass_through_registers():
         assert report.count("LDG") == 0, op.name
         assert report.count("STG") == 0 or op is WGRAD, op.name
         assert (report.count("UTMASTG") > 0) == (op is not WGRAD), op.name
+
+
+def run_as_a_step_does(name: str, why: str) -> None:
+    """A chain of equal calls, launched early as in a step, in this process, which may hang."""
+    op = next(op for op in CONCAT if op.name == name)
+    arguments = next(sample for sample in op.samples if sample.why == why).arguments(torch.bfloat16, "cuda")
+    for _ in range(20):
+        op(**arguments)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("op", "sample"),
+    [pytest.param(op, s, id=f"{op.name}-{s.why}") for op in CONCAT for s in op.samples if s.real_size],
+)
+def test_calls_in_a_row_end_on_a_gpu(op: Op, sample: Any):
+    call_apart(partial(run_as_a_step_does, op.name, sample.why), budget_s=90)
 
 
 @pytest.mark.gpu

@@ -184,6 +184,8 @@ SAMPLES = (
     _sample("UNet 32x32 256 + 128->128 1x1, batch 128", (256, 128), (128, 32, 32), (128, 1, 1), real_size=True),
     _sample("UNet 32x32 128 + 128->128 1x1, batch 128", (128, 128), (128, 32, 32), (128, 1, 1), real_size=True),
     _sample("UNet 16x16 256 + 256->256 1x1, batch 128", (256, 256), (128, 16, 16), (256, 1, 1), real_size=True),
+    _sample("UNet 8x8 256 + 256->256 1x1, batch 128", (256, 256), (128, 8, 8), (256, 1, 1), real_size=True),
+    _sample("UNet 4x4 256 + 256->256 1x1, batch 128", (256, 256), (128, 4, 4), (256, 1, 1), real_size=True),
     _sample("narrow tiles, odd map", (48, 32), (3, 7, 13), (72, 1, 1)),
     _sample("3x3, boxes of several images", (64, 96), (9, 3, 3), (40, 3, 3)),
 )
