@@ -10,99 +10,44 @@ with a device-to-device copy timed in the same run, each counted by the bytes it
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
 import _rows
-from ridgeline import units
-from ridgeline.cudagraph import Captured, capture
-from ridgeline.errors import RidgelineError, VerificationFailed
+from _over_parameters import CALLS, main, rows_beside_copy
+from ridgeline.errors import VerificationFailed
 from ridgeline.kernels.adamw_ema import CONFIGS, Averaging, Config, Group, Plan, build, cost, locate, step_
 from ridgeline.models.ddpm_unet import ddpm_cifar10
-from ridgeline.timing import time_many
 
-STEPS = 10  # in one graph, so that its launch is not in the numbers
 LR, WEIGHT_DECAY, DECAY, MAX_NORM = 2e-4, 1e-2, 0.9999, 1.0
-COPY_BYTES = 2**30
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--out", type=Path, help="append rows to this JSONL file")
-    a = parser.parse_args()
-    try:
-        rows = bench(_rows.machine(), a.repeats)
-    except RidgelineError as error:
-        print(f"benchmarks/adamw_ema.py: {error}", file=sys.stderr)
-        return error.exit_code
-    if a.out:
-        _rows.append(a.out, rows)
-        print(f"{len(rows)} rows appended to {a.out}", file=sys.stderr)
-    return 0
 
 
 def bench(where: _rows.Machine, repeats: int) -> list[_rows.Row]:
-    """Check and time with and without the bf16 copy; prints one line each."""
+    """Check and time with and without the bf16 copy."""
     weights = [p.detach().to("cuda") for p in ddpm_cifar10(batch=1)[0].parameters()]
     weights = [w.contiguous(memory_format=torch.channels_last) if w.dim() == 4 else w for w in weights]
     g = torch.Generator("cuda").manual_seed(0)
     gradients = [torch.empty_like(w).normal_(generator=g) for w in weights]
     norm = scalar(MAX_NORM / 2)  # a clip by 1 costs the same, and leaves the rival's gradients what ours are
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_(generator=g)
-    target = torch.empty_like(source)
     rows = []
     for copies in (False, True):
         plans = {config: plan_of(weights, copies=copies, config=config) for config in CONFIGS}
         rival, state = rival_of(weights, gradients, norm, copies=copies)
         steps = {config: step_of(plan, gradients, norm) for config, plan in plans.items()}
-        for _ in range(STEPS):
+        for _ in range(CALLS):
             rival()
             for step in steps.values():
                 step()
         for config, plan in plans.items():
             check(config, plan, state)
-        graphs = {config: repeat(step) for config, step in steps.items()}
-        calls = {str(config): graph.replay for config, graph in graphs.items()}
-        calls |= {"eager": repeat(rival).replay, "copy": lambda: target.copy_(source)}
-        timings = time_many(calls, repeats=repeats)
-        copy_rate = 2 * COPY_BYTES / timings["copy"].median_s
         work = cost(plans[CONFIGS[0]], locate(plans[CONFIGS[0]], gradients))
-        best = min(CONFIGS, key=lambda config: timings[str(config)].median_s)
-        # a stack's last row is its best
-        for config in (None, *(c for c in CONFIGS if c != best), best):
-            timing = timings["eager" if config is None else str(config)]
-            share = work.bytes * STEPS / timing.median_s / copy_rate
-            rows.append(
-                _rows.row(
-                    where,
-                    timing,
-                    calls=STEPS,
-                    subject="kernel:adamw_ema",
-                    stack="eager" if config is None else "ridgeline",
-                    recipe="fused AdamW" if config is None else "default" if config == CONFIGS[0] else "config",
-                    dtype="fp32",
-                    shape=f"DDPM CIFAR-10, {len(weights)} tensors{', bf16 copy' if copies else ''}",
-                    region="kernel",
-                    stack_version=f"torch {torch.__version__}",
-                    extra={
-                        "bytes": work.bytes,
-                        "copy_rate": copy_rate,
-                        "share_of_copy": share,
-                        "config": None if config is None else asdict(config),
-                    },
-                )
-            )
-            name = "PyTorch" if config is None else str(config)
-            print(f"{name:<32} {units.seconds(timing.median_s / STEPS):>9}  {units.percent(share)} of copy", flush=True)
-        print(f"copy {units.bandwidth(copy_rate)}, {units.nbytes(work.bytes)} a step, with bf16 copy: {copies}")
+        shape = f"DDPM CIFAR-10, {len(weights)} tensors{', bf16 copy' if copies else ''}"
+        described = {"subject": "kernel:adamw_ema", "dtype": "fp32", "shape": shape}
+        rows += rows_beside_copy(where, {**steps, None: rival}, work, repeats=repeats, rival="fused AdamW", **described)
     return rows
 
 
@@ -163,13 +108,5 @@ def scalar(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float32, device="cuda")
 
 
-def repeat(step: Callable[[], object]) -> Captured:
-    def several() -> None:
-        for _ in range(STEPS):
-            step()
-
-    return capture(several, ())
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("adamw_ema.py", __doc__, bench))

@@ -12,51 +12,25 @@ the one before it has left there, as that of a step finds the last gradients wri
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import _rows
-from ridgeline import units
-from ridgeline.cudagraph import Captured, capture
-from ridgeline.errors import RidgelineError, VerificationFailed
+from _over_parameters import main, rows_beside_copy
+from ridgeline.errors import VerificationFailed
 from ridgeline.kernels.grad_norm import CONFIGS, Config, build, cost, locate, norm, reference
 from ridgeline.models.ddpm_unet import ddpm_cifar10
 from ridgeline.numerics import compare
-from ridgeline.timing import time_many
 from ridgeline.weight_copies import norm_in_fp32
-
-NORMS = 10  # in one graph, so that its launch is not in the numbers
-COPY_BYTES = 2**30
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--out", type=Path, help="append rows to this JSONL file")
-    a = parser.parse_args()
-    try:
-        rows = bench(_rows.machine(), a.repeats)
-    except RidgelineError as error:
-        print(f"benchmarks/grad_norm.py: {error}", file=sys.stderr)
-        return error.exit_code
-    if a.out:
-        _rows.append(a.out, rows)
-        print(f"{len(rows)} rows appended to {a.out}", file=sys.stderr)
-    return 0
 
 
 def bench(where: _rows.Machine, repeats: int) -> list[_rows.Row]:
-    """Check and time gradients in fp32 alone and with bf16 among them; prints one line each."""
+    """Check and time gradients in fp32 alone and with bf16 among them."""
     g = torch.Generator("cuda").manual_seed(0)
     wide = [torch.randn(p.shape, generator=g, device="cuda") for p in ddpm_cifar10(batch=1)[0].parameters()]
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_(generator=g)
-    target = torch.empty_like(source)
     rows = []
     for dtype in ("fp32", "bf16"):
         gradients = wide if dtype == "fp32" else [t.bfloat16() if t.dim() > 1 else t for t in wide]
@@ -64,38 +38,8 @@ def bench(where: _rows.Machine, repeats: int) -> list[_rows.Row]:
         norms[None] = lambda gradients=gradients: norm_in_fp32(gradients)
         for config in CONFIGS:
             check(config, norms[config](), gradients, norms[None]())
-        calls = {str(config): repeat(call).replay for config, call in norms.items()}
-        timings = time_many(calls | {"copy": lambda: target.copy_(source)}, repeats=repeats)
-        copy_rate = 2 * COPY_BYTES / timings["copy"].median_s
-        work = cost(gradients)
-        best = min(CONFIGS, key=lambda config: timings[str(config)].median_s)
-        # a stack's last row is its best
-        for config in (None, *(c for c in CONFIGS if c != best), best):
-            timing = timings[str(config)]
-            share = work.bytes * NORMS / timing.median_s / copy_rate
-            rows.append(
-                _rows.row(
-                    where,
-                    timing,
-                    calls=NORMS,
-                    subject="kernel:grad_norm",
-                    stack="eager" if config is None else "ridgeline",
-                    recipe="foreach norm" if config is None else "default" if config == CONFIGS[0] else "config",
-                    dtype=dtype,
-                    shape=f"DDPM CIFAR-10, {len(gradients)} tensors",
-                    region="kernel",
-                    stack_version=f"torch {torch.__version__}",
-                    extra={
-                        "bytes": work.bytes,
-                        "copy_rate": copy_rate,
-                        "share_of_copy": share,
-                        "config": None if config is None else asdict(config),
-                    },
-                )
-            )
-            name = "PyTorch" if config is None else str(config)
-            print(f"{name:<45} {units.seconds(timing.median_s / NORMS):>9}  {units.percent(share)} of copy", flush=True)
-        print(f"copy {units.bandwidth(copy_rate)}, {units.nbytes(work.bytes)} a norm, {dtype}")
+        described = {"subject": "kernel:grad_norm", "dtype": dtype, "shape": f"DDPM CIFAR-10, {len(gradients)} tensors"}
+        rows += rows_beside_copy(where, norms, cost(gradients), repeats=repeats, rival="foreach norm", **described)
     return rows
 
 
@@ -111,13 +55,5 @@ def check(config: Config, ours: Tensor, gradients: list[Tensor], theirs: Tensor)
         raise VerificationFailed(f"grad_norm with {config}: {verdict.reason}")
 
 
-def repeat(call: Callable[[], object]) -> Captured:
-    def several() -> None:
-        for _ in range(NORMS):
-            call()
-
-    return capture(several, ())
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("grad_norm.py", __doc__, bench))
