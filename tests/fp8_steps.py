@@ -33,8 +33,7 @@ from ridgeline.kernels import (
 from ridgeline.kernels._op import INTERPRETED, Op
 from ridgeline.step_program import Parts, StepProgram
 from ridgeline.step_recipe import NAMED, StepRecipe
-from ridgeline.train_backend import TrainBackend
-from ridgeline.train_rewrites import cancel_views, fuse_bias_gradient, fuse_quantize, fuse_residual_add, read_concats
+from ridgeline.train_backend import TrainBackend, fuse
 from ridgeline.train_step import TrainStep
 
 CLASSES = 4
@@ -153,11 +152,7 @@ class Aot:
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         def keep(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-            cancel_views.apply(graph)
-            fuse_quantize.apply(graph)
-            fuse_bias_gradient.apply(graph)
-            fuse_residual_add.apply(graph)
-            read_concats.keep_order(graph)
+            fuse(graph)
             self.see(graph)
             self.graphs.append(graph)
             return make_boxed_func(graph.forward)

@@ -81,6 +81,15 @@ def only_watched(mode: str, watch: Callable[[fx.GraphModule], None]) -> Compiler
     return compiler
 
 
+def fuse(aten_module: fx.GraphModule) -> None:
+    """The passes over a graph of aten operators, forward or backward, in their order."""
+    cancel_views.apply(aten_module)
+    fuse_quantize.apply(aten_module)
+    fuse_bias_gradient.apply(aten_module)
+    fuse_residual_add.apply(aten_module)
+    read_concats.keep_order(aten_module)
+
+
 def _by_aten_graphs(
     mode: str, finish: Callable[..., Any], choices: Mapping[str, Any] = MappingProxyType({})
 ) -> Compiler:
@@ -92,11 +101,7 @@ def _by_aten_graphs(
         from torch._inductor.compile_fx import compile_fx
 
         def fused(aten_module: fx.GraphModule, given: Sequence[Any], **options: Any) -> Any:
-            cancel_views.apply(aten_module)
-            fuse_quantize.apply(aten_module)
-            fuse_bias_gradient.apply(aten_module)
-            fuse_residual_add.apply(aten_module)
-            read_concats.keep_order(aten_module)
+            fuse(aten_module)
             return finish(aten_module, given, **options)
 
         patches = {} if mode == "default" else torch._inductor.list_mode_options(mode)

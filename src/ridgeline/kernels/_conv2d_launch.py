@@ -21,11 +21,12 @@ from ridgeline.kernels._conv2d_pass import (
     large_map_of,
     map_of,
     step_of,
+    summed_at_once,
     tile_configs,
     weight_map,
 )
 from ridgeline.kernels._nhwc import cdiv, pixel_pitch, starts_early
-from ridgeline.kernels._op import Launch, Target
+from ridgeline.kernels._op import LastLaunch, Launch, Target
 
 
 def check_residual(one: Pass, residual: Tensor | None, out: Tensor) -> None:
@@ -92,7 +93,7 @@ class Product:
         config = config or next(iter(known(reduced, channels, self._size, target)), None)
         if config is None or not self.is_valid(config, target):
             self.one.refuse(f"{config} is not valid for {self.one.conv} on {target.arch}")
-        config = config if self.residual is None else self._whole(config, target)
+        config = config if self.residual is None else whole_tile(config, self._size, self._step, target)
         box, pieces = box_of(n, h, w, config.pixels), config.pieces(self._size, self._step, target)
         tiles = box_count(n, h, w, box) * cdiv(channels, config.channels)
         tiles *= 4 if self._writes_phases else 1
@@ -134,15 +135,6 @@ class Product:
             pdl=starts_early(target),
         )  # fmt: skip
 
-    def _whole(self, config: Config, target: Target) -> Config:
-        """The config with fewer stages, by as few as leave room for a whole tile of out: the residual is read into it.
-
-        Of a tile in pieces none of the residual could be read before the piece in front was stored.
-        """
-        while config.pieces(self._size, self._step, target) > 1:
-            config = replace(config, stages=config.stages - 1)
-        return config
-
     @property
     def _reads_phases(self) -> bool:
         return self.phases if self.dgrad else self.one.stride == 2
@@ -162,6 +154,16 @@ class Product:
         step = step_of(reduced, self._size)
         # behind the channels of a phase lie those of its neighbour, which must not be reduced with them
         return min(step, reduced & -reduced) if self._reads_phases else step
+
+
+def whole_tile(config: Config, size: int, step: int, target: Target) -> Config:
+    """The config with fewer stages, by as few as leave room for a whole tile of out: the residual is read into it.
+
+    Of a tile in pieces none of the residual could be read before the piece in front was stored.
+    """
+    while config.pieces(size, step, target) > 1:
+        config = replace(config, stages=config.stages - 1)
+    return config
 
 
 def weight_gradient_sums(
@@ -199,3 +201,26 @@ def weight_gradient_sums(
         output=sums,
         pdl=starts_early(target),
     )  # fmt: skip
+
+
+def weight_gradient(kernel: Any, multiply: Launch, one: Pass, target: Target, **constants: int) -> Launch:
+    """The launch that adds the sums of `multiply` to dw [K, C, R, S], behind it; `one` is of all of dw's taps.
+
+    `kernel` is wgrad_parts_kernel or one that takes `constants` too, as in `Product.launch`.
+    """
+    sums, conv, pdl = multiply.output, one.conv, starts_early(target)
+    shape = (conv.k, conv.c, *conv.filter)
+    dw = torch.empty(shape, dtype=one.dtype, device=sums.device, memory_format=torch.channels_last)
+    parts = len(sums)
+    at_once, block = summed_at_once(parts)
+    return LastLaunch(
+        kernel=kernel,
+        grid=(cdiv(dw.numel(), block),),
+        arguments={"parts_ptr": sums, "dw_ptr": dw, "numel": dw.numel()},
+        constants={**constants, "PARTS": parts, "AT_ONCE": at_once, "BLOCK": block, "PDL": pdl},
+        num_warps=4,
+        num_stages=1,
+        output=dw,
+        pdl=pdl,
+        before=(multiply,),
+    )

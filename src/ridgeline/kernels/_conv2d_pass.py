@@ -264,7 +264,7 @@ class WgradConfig:
         return cdiv(boxes, cdiv(boxes, wanted))
 
 
-_NARROW = Config(128, 16, 6, 4)  # for channels of phases that fill no other tile
+NARROW = Config(128, 16, 6, 4)  # for channels that fill no other tile
 
 
 def tile_configs(reduced: int, out: int, size: int, target: Target) -> tuple[Config, ...]:
@@ -279,7 +279,7 @@ def tile_configs(reduced: int, out: int, size: int, target: Target) -> tuple[Con
 def configs_of_phases(reduced: int, out: int, size: int, target: Target) -> tuple[Config, ...]:
     """The same where the result is written by its phases, into whose neighbours no tile may reach."""
     fit = tuple(c for c in tile_configs(reduced, out, size, target) if c.channels <= out)
-    return fit or tuple(c for c in (_NARROW,) if c.is_valid(size, step_of(reduced, size), target))
+    return fit or tuple(c for c in (NARROW,) if c.is_valid(size, step_of(reduced, size), target))
 
 
 def wgrad_configs(conv: ConvProblem, size: int, target: Target) -> tuple[WgradConfig, ...]:

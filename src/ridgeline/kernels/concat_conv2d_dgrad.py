@@ -15,7 +15,6 @@ a slice, which readers would have to copy. Raises ValueError or TypeError for an
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,9 +25,10 @@ from ridgeline.cost.conv import conv_input_grad
 from ridgeline.kernels import conv2d_dgrad
 from ridgeline.kernels._concat_conv2d_call import concat_pass, concat_sample
 from ridgeline.kernels._concat_conv2d_gluon import concat_conv2d_dgrad_kernel
-from ridgeline.kernels._conv2d_launch import residual_cost
+from ridgeline.kernels._conv2d_launch import residual_cost, whole_tile
 from ridgeline.kernels._conv2d_pass import (
     DTYPES,
+    NARROW,
     Config,
     Pass,
     box_count,
@@ -94,9 +94,7 @@ def plan(
     if config is None or not _is_valid(config, one, c1, target):
         one.refuse(f"{config} is not valid for {one.conv} with {c1} and {c2} channels on {target.arch}")
     step = step_of(one.conv.k, dy.element_size())
-    while config.pieces(dy.element_size(), step, target) > 1:
-        # the residual is read into a whole tile
-        config = replace(config, stages=config.stages - 1)
+    config = whole_tile(config, dy.element_size(), step, target)
     dx1, dx2 = (empty_nhwc((*residual.shape,), dy) for residual in (residual1, residual2))  # pyright: ignore
     n, _, h, w = dx1.shape
     box, (r, s) = box_of(n, h, w, config.pixels), one.conv.filter
@@ -162,8 +160,7 @@ def _pass(dy: Tensor, weight: Tensor, residual1: Tensor, residual2: Tensor, padd
 
 def _configs(one: Pass, c1: int, target: Target) -> tuple[Config, ...]:
     found = tile_configs(one.conv.k, one.conv.c, one.dtype.itemsize, target)
-    narrow = (Config(128, 16, 6, 4),)  # for channels that no other tile divides
-    return tuple(config for config in (*found, *narrow) if _is_valid(config, one, c1, target))
+    return tuple(config for config in (*found, NARROW) if _is_valid(config, one, c1, target))
 
 
 def _is_valid(config: Config, one: Pass, c1: int, target: Target) -> bool:

@@ -24,6 +24,7 @@ from ridgeline.cost.conv import conv_weight_grad
 from ridgeline.kernels import conv2d_wgrad
 from ridgeline.kernels._concat_conv2d_call import concat_pass, concat_sample, whole
 from ridgeline.kernels._concat_conv2d_gluon import concat_conv2d_wgrad_kernel
+from ridgeline.kernels._conv2d_launch import weight_gradient
 from ridgeline.kernels._conv2d_pass import (
     DTYPES,
     WGRAD_PIXELS,
@@ -31,12 +32,11 @@ from ridgeline.kernels._conv2d_pass import (
     WgradConfig,
     box_of,
     map_of,
-    summed_at_once,
     wgrad_configs,
 )
 from ridgeline.kernels._conv2d_wgrad_gluon import wgrad_parts_kernel
-from ridgeline.kernels._nhwc import cdiv, starts_early
-from ridgeline.kernels._op import LastLaunch, Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
+from ridgeline.kernels._nhwc import starts_early
+from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
 
 
 def reference(dy: Tensor, x1: Tensor, x2: Tensor, *, kernel_size: Sequence[int], padding: Sequence[int]) -> Tensor:
@@ -91,19 +91,7 @@ def plan(
         output=sums,
         pdl=pdl,
     )  # fmt: skip
-    dw = torch.empty((conv.k, conv.c, r, s), dtype=x1.dtype, device=x1.device, memory_format=torch.channels_last)
-    at_once, block = summed_at_once(parts)
-    return LastLaunch(
-        kernel=wgrad_parts_kernel,
-        grid=(cdiv(dw.numel(), block),),
-        arguments={"parts_ptr": sums, "dw_ptr": dw, "numel": dw.numel()},
-        constants={"PARTS": parts, "AT_ONCE": at_once, "BLOCK": block, "PDL": pdl},
-        num_warps=4,
-        num_stages=1,
-        output=dw,
-        pdl=pdl,
-        before=(multiply,),
-    )
+    return weight_gradient(wgrad_parts_kernel, multiply, one, target)
 
 
 def concat_conv2d_wgrad(

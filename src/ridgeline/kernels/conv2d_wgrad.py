@@ -25,7 +25,7 @@ from torch import Tensor
 from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem, conv_weight_grad
 from ridgeline.kernels import _conv2d_matmul
-from ridgeline.kernels._conv2d_launch import weight_gradient_sums
+from ridgeline.kernels._conv2d_launch import weight_gradient, weight_gradient_sums
 from ridgeline.kernels._conv2d_narrow import narrow_reduce_kernel
 from ridgeline.kernels._conv2d_narrow_call import NarrowConfig, narrow_pass, with_narrow_configs
 from ridgeline.kernels._conv2d_pass import (
@@ -33,13 +33,12 @@ from ridgeline.kernels._conv2d_pass import (
     Pass,
     WgradConfig,
     pass_of,
-    summed_at_once,
     torch_gradients,
     wgrad_configs,
 )
 from ridgeline.kernels._conv2d_wgrad_gluon import conv2d_wgrad_gluon_kernel, wgrad_parts_kernel
-from ridgeline.kernels._nhwc import cdiv, random_nhwc, starts_early
-from ridgeline.kernels._op import LastLaunch, Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
+from ridgeline.kernels._nhwc import random_nhwc
+from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
 
 
 def reference(dy: Tensor, x: Tensor, *, kernel_size: Sequence[int], padding: Sequence[int], stride: int = 1) -> Tensor:
@@ -78,21 +77,7 @@ def plan(
     if config is None or not config.is_valid(size, target):
         one.refuse(f"{config} is not valid for {conv} on {target.arch}")
     multiply = weight_gradient_sums(conv2d_wgrad_gluon_kernel, one, (dy, x), config, target)
-    sums, (r, s) = multiply.output, conv.filter
-    parts = len(sums)
-    dw = torch.empty((conv.k, conv.c, r, s), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    at_once, block = summed_at_once(parts)
-    return LastLaunch(
-        kernel=wgrad_parts_kernel,
-        grid=(cdiv(dw.numel(), block),),
-        arguments={"parts_ptr": sums, "dw_ptr": dw, "numel": dw.numel()},
-        constants={"PARTS": parts, "AT_ONCE": at_once, "BLOCK": block, "PDL": starts_early(target)},
-        num_warps=4,
-        num_stages=1,
-        output=dw,
-        pdl=starts_early(target),
-        before=(multiply,),
-    )
+    return weight_gradient(wgrad_parts_kernel, multiply, one, target)
 
 
 def rival(

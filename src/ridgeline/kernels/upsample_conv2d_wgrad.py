@@ -23,19 +23,18 @@ from torch import Tensor
 
 from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem, conv_weight_grad
-from ridgeline.kernels._conv2d_launch import weight_gradient_sums
+from ridgeline.kernels._conv2d_launch import weight_gradient, weight_gradient_sums
 from ridgeline.kernels._conv2d_pass import (
     DTYPES,
     Pass,
     WgradConfig,
     pass_of,
-    summed_at_once,
     torch_gradients,
     wgrad_configs,
 )
 from ridgeline.kernels._conv2d_wgrad_gluon import conv2d_wgrad_gluon_kernel
-from ridgeline.kernels._nhwc import cdiv, random_nhwc, starts_early
-from ridgeline.kernels._op import LastLaunch, Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
+from ridgeline.kernels._nhwc import random_nhwc
+from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
 from ridgeline.kernels._upsample_conv2d import phase_gradients_kernel
 from ridgeline.kernels._upsample_conv2d_call import (
     FILTER,
@@ -79,20 +78,7 @@ def plan(dy: Tensor, x: Tensor, *, config: WgradConfig | None = None, target: Ta
     if config is None or not config.is_valid(size, target):
         one.refuse(f"{config} is not valid for {conv} on {target.arch}")
     multiply = weight_gradient_sums(conv2d_wgrad_gluon_kernel, of_phases, (dy, x), config, target, phases=True)
-    dw = torch.empty((conv.k, conv.c, *FILTER), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    parts = len(multiply.output)
-    at_once, block = summed_at_once(parts)
-    return LastLaunch(
-        kernel=phase_gradients_kernel,
-        grid=(cdiv(dw.numel(), block),),
-        arguments={"parts_ptr": multiply.output, "dw_ptr": dw, "numel": dw.numel()},
-        constants={"C": conv.c, "PARTS": parts, "AT_ONCE": at_once, "BLOCK": block, "PDL": starts_early(target)},
-        num_warps=4,
-        num_stages=1,
-        output=dw,
-        pdl=starts_early(target),
-        before=(multiply,),
-    )
+    return weight_gradient(phase_gradients_kernel, multiply, one, target, C=conv.c)
 
 
 def rival(dy: Tensor, x: Tensor) -> Callable[[], Tensor]:

@@ -31,11 +31,10 @@ from ridgeline.kernels import (
     group_norm_silu_backward_concat,
 )
 from ridgeline.train_rewrites._match import calls, finish, is_channels_last, value
-from ridgeline.train_rewrites.use_convolutions import PASSES, Pass, convolve, multiply
+from ridgeline.train_rewrites.use_convolutions import LAUNCH_S, PASSES, Pass, convolve, multiply
 
 # no GPU moves more: what copies take at least
 _FASTEST_BYTES_PER_S = 8e12
-_LAUNCH_S = 2e-6
 _PARAMETERS = 6  # of a norm: gamma, beta, scale, shift, seed, offset
 _SUM = torch.ops.aten.sum.dim_IntList
 
@@ -109,7 +108,7 @@ class _NormAndConvolution(Function):
             shape, padding = list(weight.shape[2:]), list(ctx.padding)
             dw = concat_conv2d_wgrad.OP(dy, x1, x2, kernel_size=shape, padding=padding)
         if of_bias:
-            db = dy.sum((0, 2, 3), dtype=torch.promote_types(dy.dtype, torch.float32)).to(ctx.bias_dtype)
+            db = conv2d_fprop.bias_gradient(dy, ctx.bias_dtype)
         dx1, dx2, *others = group_norm_silu_backward_concat.OP(dn, x1, x2, *parameters, **ctx.choices)
         if of_x1 or of_x2:
             dx1, dx2 = concat_conv2d_dgrad.OP(dy, weight, dx1, dx2, padding=list(ctx.padding))
@@ -198,7 +197,7 @@ def _passes(x: Tensor, c1: int, convolution: fx.Node) -> tuple[Pass, ...] | None
     lost_s = sum(max(0.0, one.seconds - one.rival_s) for one in passes)
     # both maps are copied forward; backward at least the slice of the one that nothing else reads
     copied_bytes = 2 * x.nbytes + 2 * x[:, :c1].numel() * x.element_size()
-    return passes if lost_s < copied_bytes / _FASTEST_BYTES_PER_S + 2 * _LAUNCH_S else None
+    return passes if lost_s < copied_bytes / _FASTEST_BYTES_PER_S + 2 * LAUNCH_S else None
 
 
 def _operands(convolution: fx.Node) -> tuple[Any, Any, tuple[int, int], int, torch.dtype]:

@@ -27,7 +27,7 @@ from ridgeline.train_rewrites.linear_layers import LINEARS, VIEWS, LinearCall, l
 PASSES = "passes"  # of a node that was put in: what the tables say of each
 
 _ADDS = (operator.add, operator.iadd, torch.add)
-_LAUNCH_S = 2e-6  # of a pass of its own over a map, in a graph
+LAUNCH_S = 2e-6  # of a pass of its own over a map, in a graph
 _BYTES_PER_S = 4.8e12  # by which such a pass reads and writes; the kernels are for GPUs that have no more
 
 
@@ -213,7 +213,7 @@ def _saved_s(site: _Site) -> float:
     """What it saves that conv2d_fprop adds the map which its result is added to, as `fuse_residual_add` has it do."""
     if site.stride != 1 or not _is_added(site.call):
         return 0.0
-    return _LAUNCH_S + 2 * site.call.y.nbytes / _BYTES_PER_S
+    return LAUNCH_S + 2 * site.call.y.nbytes / _BYTES_PER_S
 
 
 def _is_added(call: ConvolutionCall) -> bool:
