@@ -29,10 +29,11 @@ import torch
 
 import _loops
 import _rows
+from _protocol import protocol_of
 from ridgeline import bench, units
 from ridgeline.errors import EnvironmentUnusable, RidgelineError, UsageError, VerificationFailed
 from ridgeline.own_process import call_apart
-from ridgeline.timing import MIN_REPEATS, Timing, differs, time_callable
+from ridgeline.timing import Timing, differs, time_callable
 
 BEFORE, AFTER = "as it was", "changed"
 SIGNS = {BEFORE: "-", AFTER: "+"}
@@ -112,11 +113,7 @@ def jobs(a: argparse.Namespace, library: str) -> list[Job]:
     """The loop as it was, then changed."""
     if library not in _loops.LOOPS:
         raise UsageError(f"library must be one of {', '.join(_loops.LOOPS)}, got {library!r}")
-    if a.steps < MIN_REPEATS or a.steps % MIN_REPEATS or a.warmup < 1:
-        raise UsageError(
-            f"steps must be a multiple of {MIN_REPEATS} and warmup at least 1, got {a.steps} and {a.warmup}"
-        )
-    protocol = bench.Protocol(warmup=a.warmup, runs=MIN_REPEATS, steps_a_run=a.steps // MIN_REPEATS)
+    protocol = protocol_of(a.steps, a.warmup)
     batch = _loops.LOOPS[library].batch if a.batch is None else a.batch
     return [Job(library, side, batch, a.device, protocol) for side in SIGNS]
 

@@ -25,12 +25,13 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import _rows
+from _protocol import protocol_of
 from ridgeline import bench, units
 from ridgeline.errors import RidgelineError, UsageError, VerificationFailed
 from ridgeline.models.classifiers import ConvNeXtTiny, ResNet50
 from ridgeline.own_process import Wait, in_turn
 from ridgeline.step_recipe import NAMED
-from ridgeline.timing import MIN_REPEATS, Timing, differs, time_callable
+from ridgeline.timing import Timing, differs, time_callable
 from ridgeline.train_step import TrainStep, compile_step
 
 RIVAL = "writeup-5"
@@ -127,11 +128,7 @@ def jobs(a: argparse.Namespace, net: str) -> list[Job]:
     """The rival first, then the recipes that were asked for."""
     if net not in NETS:
         raise UsageError(f"net must be one of {', '.join(NETS)}, got {net!r}")
-    if a.steps < MIN_REPEATS or a.steps % MIN_REPEATS or a.warmup < 1:
-        raise UsageError(
-            f"steps must be a multiple of {MIN_REPEATS} and warmup at least 1, got {a.steps} and {a.warmup}"
-        )
-    protocol = bench.Protocol(warmup=a.warmup, runs=MIN_REPEATS, steps_a_run=a.steps // MIN_REPEATS)
+    protocol = protocol_of(a.steps, a.warmup)
     batch = NETS[net].batch if a.batch is None else a.batch
     return [Job(net, name, batch, a.size, a.device, protocol) for name in dict.fromkeys([RIVAL, *a.recipe])]
 

@@ -13,7 +13,12 @@ from test_group_norm_silu_backward_fp8 import DEVICE, H200, HAS_GPU, bits, draw,
 from test_group_norm_silu_fp8_assembly import bounded
 from torch import Tensor
 
-from ridgeline.kernels import BY_TRAINING_OVERLOAD, TUNED_AS, group_norm_silu_backward_fp8
+from ridgeline.kernels import (
+    BY_TRAINING_OVERLOAD,
+    TUNED_AS,
+    group_norm_silu_backward,
+    group_norm_silu_backward_fp8,
+)
 from ridgeline.kernels._group_norm_silu_backward_fp8_call import BackwardFp8Call
 from ridgeline.kernels._group_norm_silu_call import Config
 from ridgeline.kernels._op import typical_target
@@ -28,7 +33,7 @@ def run(monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], config: Conf
     """All results of the operator by the kernels, with these tiles, where a tensor not written is NaN."""
     monkeypatch.setattr(group_norm_silu_backward_fp8, "tuned_config", lambda *_args, **_given: config)
     monkeypatch.setattr(
-        group_norm_silu_backward_fp8, "_empty_sum", lambda x: torch.full((x.shape[1],), math.nan, device=x.device)
+        group_norm_silu_backward, "empty_sum", lambda x: torch.full((x.shape[1],), math.nan, device=x.device)
     )
     return SUMMED(**arguments)
 

@@ -249,7 +249,7 @@ def group_norm_silu_backward_summed(
 ) -> SummedGradients:
     call = BackwardCall(x, gamma, beta, scale, shift, seed, offset, groups, eps, act, p, dy=dy, residual=residual)
     launch = plan_summed(**vars(call))
-    dx_sum = _empty_sum(x)
+    dx_sum = empty_sum(x)
     found = run(call, launch, dx_sum)
     if not _sums_dx(launch):
         dx_sum = _sum(launch.output)
@@ -316,7 +316,8 @@ def _sum(dx: Tensor) -> Tensor:
     return dx.sum((0, 2, 3), dtype=torch.promote_types(dx.dtype, torch.float32))
 
 
-def _empty_sum(x: Tensor) -> Tensor:
+def empty_sum(x: Tensor) -> Tensor:
+    """Where the sum of dx goes, uninitialised."""
     return x.new_empty(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
 
 
@@ -345,7 +346,7 @@ def _on_cpu(*args: Any, **kwargs: Any) -> Gradients:
 
 def _fake_summed(dy: Tensor, x: Tensor, *parameters: Any, **choices: Any) -> SummedGradients:
     dx, *others = _fake(dy, x, *parameters, **choices)
-    return dx, _empty_sum(x), *others  # pyright: ignore[reportReturnType]
+    return dx, empty_sum(x), *others  # pyright: ignore[reportReturnType]
 
 
 def _summed_on_cpu(*args: Any, **kwargs: Any) -> SummedGradients:

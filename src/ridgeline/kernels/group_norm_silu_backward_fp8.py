@@ -249,7 +249,7 @@ def group_norm_silu_backward_fp8_summed(
         x, gamma, beta, scale, shift, seed, offset, groups, eps, act, p, dy, residual,
         fp8_scale=fp8_scale, amax=amax, counts=counts, row=row, quads=quads, keep=keep,
     )  # fmt: skip
-    launch, dx_sum = plan_summed(**vars(call)), _empty_sum(x)
+    launch, dx_sum = plan_summed(**vars(call)), group_norm_silu_backward.empty_sum(x)
     found = group_norm_silu_backward.run(call, launch, dx_sum)
     return *_maps(call, launch), dx_sum, *found
 
@@ -261,10 +261,6 @@ def _maps(call: BackwardFp8Call, launch: Launch) -> tuple[Tensor, Tensor, Tensor
     if isinstance(words, Tensor):
         quads = words.view(dx8.dtype).view(quads_shape(*call.x.shape, beside=False))
     return dx if isinstance(dx, Tensor) else call.x.new_empty(0), dx8, quads
-
-
-def _empty_sum(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape[1], dtype=torch.float32)
 
 
 def _fake(
@@ -293,7 +289,7 @@ def _fake(
 
 def _fake_summed(dy: Tensor, x: Tensor, *operands: Any, **choices: Any) -> SummedResults:
     dx, dx8, quads, *others = _fake(dy, x, *operands, **choices)
-    return dx, dx8, quads, _empty_sum(x), *others  # pyright: ignore[reportReturnType]
+    return dx, dx8, quads, group_norm_silu_backward.empty_sum(x), *others  # pyright: ignore[reportReturnType]
 
 
 def on_cpu(
