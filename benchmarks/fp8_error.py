@@ -16,8 +16,8 @@ Each row has in `extra`, relative to the root mean square of the exact result e:
 rms, largest   errors of the result y
 bias           sum of (y - e) e over the sum of e²: negative where results are too small in magnitude
 rounding_rms   what rounding e to bf16 alone does
-allowed_rms    and allowed_largest: the rule of `ridgeline.numerics` with the op's `eps`; null for quantised operands,
-               whose error is not that of the op
+allowed_rms    and allowed_largest: the rule of `ridgeline.numerics` with the op's `eps`, of positive data with that of
+               products of one sign; null for quantised operands, whose error is not that of the op
 summed         products, at most, that the tensor cores add before their sum is promoted to fp32; null on a CPU
 parts          shares of the images; null on a CPU, and for conv2d_fp8
 
@@ -47,10 +47,11 @@ from ridgeline.kernels._nhwc import cdiv, random_nhwc
 from ridgeline.kernels._op import Launch, target_of
 from ridgeline.kernels._quads import to_quads, why_not
 from ridgeline.kernels._quantize_fp8 import FORMATS
-from ridgeline.numerics import Verdict, compare, largest, rms, to_float64
+from ridgeline.numerics import Verdict, compare, fp8_sum_eps, largest, rms, to_float64
 from ridgeline.train_rewrites.fp8_prices import quantised
 
-DATA = ("normal", "positive")
+POSITIVE = "positive"
+DATA = ("normal", POSITIVE)
 OPERANDS = ("given", "quantised")
 PART = 32  # filters, and channels of a weight gradient, that are judged
 GIVEN_SCALE = 16.0  # of normal data as FP8: far from the largest and from the smallest of both formats
@@ -255,7 +256,8 @@ def measure(problem: Problem, variants: Sequence[Variant], device: str) -> Itera
         for variant in variants:
             computed = problem.compute(problem.fp8(narrow, inverse, variant), variant)
             of_part = problem.fp8(problem.part(narrow), inverse, variant)
-            verdict = judge_fp8(problem, of_part, computed, exact) if operands == "given" else None
+            judged_here = operands == "given"
+            verdict = judge_fp8(problem, of_part, computed, exact, data == POSITIVE) if judged_here else None
             found.append((variant, computed, verdict))
         for variant, computed, verdict in found:
             result = Result(
@@ -269,11 +271,14 @@ def measure(problem: Problem, variants: Sequence[Variant], device: str) -> Itera
             yield result
 
 
-def judge_fp8(problem: Problem, of_part: dict[str, Any], computed: Computed, exact: Tensor) -> Verdict:
-    """By the op's own rule; `of_part` are the arguments for what is judged."""
+def judge_fp8(problem: Problem, of_part: dict[str, Any], computed: Computed, exact: Tensor, one_sign: bool) -> Verdict:
+    """By the op's own rule, or that of products of one sign; `of_part` are the arguments for what is judged."""
     op = problem.op
     assert op.eps is not None
-    eager, eps = op.reference(**of_part), op.eps(**of_part)
+    eps = op.eps(**of_part)
+    if one_sign and computed.summed is not None:
+        eps = fp8_sum_eps(computed.summed, one_sign=True)
+    eager = op.reference(**of_part)
     return compare(problem.part_of_result(computed.result), exact, eager, error_factor=op.error_factor, eps=eps)
 
 

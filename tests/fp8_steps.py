@@ -22,6 +22,7 @@ from ridgeline import fp8_scaling
 from ridgeline.cudagraph import Captured
 from ridgeline.fp8_step import Fp8Step
 from ridgeline.kernels import (
+    attention_packed_backward,
     group_norm_silu_backward,
     group_norm_silu_backward_concat,
     group_norm_silu_backward_fp8,
@@ -39,10 +40,12 @@ from ridgeline.train_step import TrainStep
 CLASSES = 4
 RECIPE = NAMED["fp8"]
 _ON_CPU = {
+    attention_packed_backward.SUMMED_OP: attention_packed_backward.summed_on_cpu,
     quantize_fp8.OP: quantize_fp8.on_cpu,
     group_norm_silu_backward.OP: group_norm_silu_backward._on_cpu,
     group_norm_silu_backward.SUMMED_OP: group_norm_silu_backward._summed_on_cpu,
     group_norm_silu_backward_concat.OP: group_norm_silu_backward_concat.gradients,
+    group_norm_silu_backward_concat.SUMMED_OP: group_norm_silu_backward_concat.summed_on_cpu,
     group_norm_silu_fp8.OP: group_norm_silu_fp8.on_cpu,
     group_norm_silu_backward_fp8.OP: group_norm_silu_backward_fp8.on_cpu,
     group_norm_silu_backward_fp8.SUMMED_OP: group_norm_silu_backward_fp8.summed_on_cpu,

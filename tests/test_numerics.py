@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ridgeline.numerics import TF32_EPS, Verdict, compare, judge, largest, rms, to_float64
+from ridgeline.numerics import TF32_EPS, Verdict, compare, fp8_sum_eps, judge, largest, rms, to_float64
 
 
 def rounded(n: int = 4096, dtype: torch.dtype = torch.float16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -99,3 +99,10 @@ def test_judge_runs_the_call_beside_both_references():
     assert not judge(lambda x, scale: reference(x, scale) * 1.01, reference, arguments).passed
     assert to_float64(arguments)["x"].dtype == torch.float64
     assert to_float64({"i": torch.arange(3)})["i"].dtype == torch.int64
+
+
+@pytest.mark.parametrize(("products", "lost"), [(1152, 0.0169), (2304, 0.0373), (4608, 0.0769), (9216, 0.1448)])
+def test_sums_of_one_sign_may_lose_what_an_h200_loses(products: int, lost: float):
+    """The root mean square of benchmarks/results/fp8_error.jsonl; of products of both signs so much is a fault."""
+    assert lost < fp8_sum_eps(products, one_sign=True) < 2 * lost
+    assert fp8_sum_eps(products) < lost

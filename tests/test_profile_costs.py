@@ -221,6 +221,7 @@ OPERATORS = (
     quantize_fp8.OP,
     attention_packed.OP,
     attention_packed_backward.OP,
+    attention_packed_backward.SUMMED_OP,
 )
 
 

@@ -57,7 +57,6 @@ _OWN = {
     "conv2d_wgrad_gluon_kernel": ("conv", "conv2d_wgrad"),
     "wgrad_parts_kernel": ("conv", "conv2d_wgrad"),
     "concat_conv2d_kernel": ("conv", "concat_conv2d"),
-    "concat_conv2d_dgrad_kernel": ("conv", "concat_conv2d_dgrad"),
     "concat_conv2d_wgrad_kernel": ("conv", "concat_conv2d_wgrad"),
     "phase_weights_kernel": ("pointwise", "upsample_conv2d"),
     "phase_gradients_kernel": ("conv", "upsample_conv2d_wgrad"),

@@ -53,12 +53,6 @@ def _concat_conv2d(a: Arguments) -> Work:
     return forward(a, Conv(_joined(a, 0, 1), a.dims(2), (1,), a.numbers(4), (1,)), 0, 1, 2)
 
 
-def _concat_conv2d_dgrad(a: Arguments) -> Work:
-    """Each residual is read, and a gradient of its shape written."""
-    conv = Conv(_joined(a, 2, 3), a.dims(1), (1,), a.numbers(4), (1,))
-    return Work(conv.flops, a.bytes(0, 1) + 2 * a.bytes(2, 3), f"dgrad {conv}", "dgrad")
-
-
 def _concat_conv2d_wgrad(a: Arguments) -> Work:
     dy, x = a.dims(0), _joined(a, 1, 2)
     conv = Conv(x, (dy[1], x[1], *spread(a.numbers(3), 2)), (1,), a.numbers(4), (1,))
@@ -198,6 +192,12 @@ def _attention_packed_backward(a: Arguments) -> Work:
     return Work(flops, a.bytes(0, 1, 2, 3) + a.bytes(1), f"qkv {by(a.dims(1))}, {heads} heads")
 
 
+def _attention_packed_backward_summed(a: Arguments) -> Work:
+    work = _attention_packed_backward(a)
+    n, _, width = a.dims(1)
+    return replace(work, bytes=work.bytes + 4 * n * width)
+
+
 def _group_norm_silu(a: Arguments) -> Work:
     # scale and shift are folded into gamma and beta
     flops = NORM_FLOPS["training"] + _SILU_FLOPS + _dropout(a, -1)
@@ -210,7 +210,7 @@ def _group_norm_silu_backward(a: Arguments) -> Work:
 
 
 def _group_norm_silu_backward_concat(a: Arguments) -> Work:
-    flops = NORM_FLOPS["backward"] + _AGAIN_FLOPS + _SILU_BACKWARD_FLOPS + _dropout(a, -1)
+    flops = NORM_FLOPS["backward"] + _AGAIN_FLOPS + _SILU_BACKWARD_FLOPS + _dropout(a, -1) + a.has(9)
     return Work(flops * prod(a.dims(0)), a.all_bytes() + a.bytes(1, 2, 3, 4, 5, 6), shapes_of(a.call))
 
 
@@ -266,7 +266,6 @@ _FORMULAS: dict[str, Formula] = {
     "conv2d_dgrad": _conv2d_dgrad,
     "conv2d_wgrad": _conv2d_wgrad,
     "concat_conv2d": _concat_conv2d,
-    "concat_conv2d_dgrad": _concat_conv2d_dgrad,
     "concat_conv2d_wgrad": _concat_conv2d_wgrad,
     "upsample_conv2d": _upsample_conv2d,
     "upsample_conv2d_dgrad": _upsample_conv2d_dgrad,
@@ -283,10 +282,12 @@ _FORMULAS: dict[str, Formula] = {
     "detect_topk": _detect_topk,
     "attention_packed": _attention_packed,
     "attention_packed_backward": _attention_packed_backward,
+    "attention_packed_backward_summed": _attention_packed_backward_summed,
     "group_norm_silu": _group_norm_silu,
     "group_norm_silu_backward": _group_norm_silu_backward,
     "group_norm_silu_backward_summed": _group_norm_silu_backward,
     "group_norm_silu_backward_concat": _group_norm_silu_backward_concat,
+    "group_norm_silu_backward_concat_summed": _group_norm_silu_backward_concat,
     "group_norm_silu_fp8": _group_norm_silu_fp8,
     "group_norm_silu_backward_fp8": _group_norm_silu_backward_fp8,
     "group_norm_silu_backward_fp8_summed": _group_norm_silu_backward_fp8,

@@ -17,7 +17,9 @@ from ridgeline.train_rewrites import (
     BY_NAME,
     cancel_views,
     fuse_attention,
+    fuse_attention_bias_gradient,
     fuse_bias_gradient,
+    fuse_gradient_add,
     fuse_quantize,
     fuse_residual_add,
     overlap_weight_gradients,
@@ -43,9 +45,9 @@ def inductor(
     With `overlapped`, which is told how many, weight gradients run beside the rest: `overlap_weight_gradients`.
 
     Maps in FP8 are quantised by the kernels that make them, where those can: `fuse_quantize`. Norms sum the gradients
-    of the biases before them: `fuse_bias_gradient`. Convolutions add residual maps: `fuse_residual_add`. All of these
-    look behind views that lead back to a map: `cancel_views`. On a GPU this project's kernels are compiled first, in
-    parallel.
+    of the biases before them: `fuse_bias_gradient`. Attentions sum those of the biases of q, k and v:
+    `fuse_attention_bias_gradient`. Convolutions add residual maps: `fuse_residual_add`. All of these look behind views
+    that lead back to a map: `cancel_views`. On a GPU this project's kernels are compiled first, in parallel.
     """
 
     def finish(aten_module: fx.GraphModule, given: Sequence[Any], **options: Any) -> Any:
@@ -57,6 +59,7 @@ def inductor(
             compile_kernels(aten_module, gpu)
         if overlapped is not None and options.get("is_backward"):
             overlapped(overlap_weight_gradients.apply(aten_module))
+        _make_known(aten_module.graph)
         return compile_fx_inner(aten_module, given, **options)
 
     return _by_aten_graphs(mode, finish, {} if overlapped is None else overlap_weight_gradients.INDUCTOR)
@@ -84,8 +87,10 @@ def only_watched(mode: str, watch: Callable[[fx.GraphModule], None]) -> Compiler
 def fuse(aten_module: fx.GraphModule) -> None:
     """The passes over a graph of aten operators, forward or backward, in their order."""
     cancel_views.apply(aten_module)
+    fuse_gradient_add.apply(aten_module)
     fuse_quantize.apply(aten_module)
     fuse_bias_gradient.apply(aten_module)
+    fuse_attention_bias_gradient.apply(aten_module)
     fuse_residual_add.apply(aten_module)
     read_concats.keep_order(aten_module)
 
@@ -112,6 +117,21 @@ def _by_aten_graphs(
             )
 
     return compiler
+
+
+def _make_known(graph: fx.Graph) -> None:
+    """Tell Inductor this project's operators before it meets them.
+
+    PyTorch 2.11 describes an operator that it meets for the first time by its operands, each by its own operands again,
+    even if nobody reads it. Behind a chain of operators with several results that takes minutes, or hours.
+    """
+    from torch._inductor.lowering import lowerings, make_fallback, tag_to_layout_constraint
+    from torch._library.utils import get_layout_constraint_tag
+
+    for node in graph.nodes:
+        if getattr(node.target, "namespace", None) == "ridgeline" and node.target not in lowerings:
+            tag = get_layout_constraint_tag(node.target)
+            make_fallback(node.target, tag_to_layout_constraint(tag), warn=False)
 
 
 def _gpu_of(inputs: Sequence[Any]) -> torch.device | None:

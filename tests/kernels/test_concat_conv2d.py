@@ -18,9 +18,7 @@ from ridgeline.kernels import (
     CONCAT,
     Op,
     concat_conv2d,
-    concat_conv2d_dgrad,
     concat_conv2d_wgrad,
-    conv2d_dgrad,
     conv2d_fprop,
     conv2d_wgrad,
 )
@@ -30,52 +28,42 @@ from ridgeline.own_process import call_apart
 from ridgeline.sass import compile_many, inspect
 
 ALONE = replace(SM_90, sm_count=1)  # one program takes every tile
-FPROP, DGRAD, WGRAD = CONCAT
+FPROP, WGRAD = CONCAT
 SMALL = [(op, sample) for op in CONCAT for sample in op.samples if not sample.real_size]
 
 
-def results(op: Op, arguments: dict[str, Any], config: Any, target: Any = SM_90) -> list[Tensor]:
+def result(op: Op, arguments: dict[str, Any], config: Any, target: Any = SM_90) -> Tensor:
     """What a launch writes, of a weight gradient the sums of its parts; NaN before."""
     launch = op.launcher.plan(config=config, target=target, **arguments).parts[0]
-    outputs = [launch.output, *([concat_conv2d_dgrad.second(launch)] if op is DGRAD else [])]
-    for output in outputs:
-        output.fill_(float("nan"))
+    launch.output.fill_(float("nan"))
     gluon_interpreter.run(launch)
-    return outputs
-
-
-def expected(op: Op, arguments: dict[str, Any]) -> list[Tensor]:
-    if op is DGRAD:
-        return list(concat_conv2d_dgrad.gradients(**arguments))
-    return [op.reference(**arguments)]
+    return launch.output
 
 
 def joined(op: Op, arguments: dict[str, Any]) -> tuple[Op, dict[str, Any]]:
     """The same call of the concatenation."""
-    names = ("residual1", "residual2") if op is DGRAD else ("x1", "x2")
+    names = ("x1", "x2")
     whole = torch.cat([arguments[name] for name in names], 1).contiguous(memory_format=torch.channels_last)
     rest = {name: value for name, value in arguments.items() if name not in names}
-    one = {FPROP: conv2d_fprop.OP, DGRAD: conv2d_dgrad.OP, WGRAD: conv2d_wgrad.OP}[op]
-    return one, {**rest, "residual" if op is DGRAD else "x": whole}
+    return {FPROP: conv2d_fprop.OP, WGRAD: conv2d_wgrad.OP}[op], {**rest, "x": whole}
 
 
-def as_gradient(op: Op, outputs: list[Tensor], shape: torch.Size) -> list[Tensor]:
+def as_gradient(op: Op, output: Tensor, shape: torch.Size) -> Tensor:
     if op is not WGRAD:
-        return outputs
+        return output
     k, c, r, s = shape
-    return [outputs[0].sum(0).view(k, r, s, c).permute(0, 3, 1, 2).half()]
+    return output.sum(0).view(k, r, s, c).permute(0, 3, 1, 2).half()
 
 
 @pytest.mark.parametrize(("op", "sample"), [pytest.param(*case, id=f"{case[0].name}-{case[1].why}") for case in SMALL])
 def test_every_tile_is_of_the_right_map(op: Op, sample: Any):
     arguments = sample.arguments(torch.float16, "cpu")
     configs = op.launcher.candidates(target=SM_90, **arguments)
-    exact, eager = expected(op, to_float64(arguments)), expected(op, arguments)
+    exact, eager = op.reference(**to_float64(arguments)), op.reference(**arguments)
     for config, target in ((configs[0], SM_90), (configs[len(configs) // 2], ALONE), (configs[-1], ALONE)):
-        found = as_gradient(op, results(op, arguments, config, target), exact[0].shape)
-        for one, right, theirs in zip(found, exact, eager, strict=True):
-            verdict = compare(one, right, theirs, error_factor=op.error_factor, eps=1e-3)
-            assert verdict.passed, f"{config}: {verdict.reason}"
+        found = as_gradient(op, result(op, arguments, config, target), exact.shape)
+        verdict = compare(found, exact, eager, error_factor=op.error_factor, eps=1e-3)
+        assert verdict.passed, f"{config}: {verdict.reason}"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -88,21 +76,21 @@ def test_bits_are_those_of_the_concatenation(op: Op, seed: int):
     image, weight = (rng.randint(1, 3), rng.randint(1, 9), rng.randint(1, 9)), (8 * rng.randint(1, 9), 1, 1)
     if rng.random() < 0.5:
         weight = (weight[0], 3, rng.choice([1, 3]))
-    sample = {FPROP: concat_conv2d, DGRAD: concat_conv2d_dgrad, WGRAD: concat_conv2d_wgrad}[op]._sample
+    sample = {FPROP: concat_conv2d, WGRAD: concat_conv2d_wgrad}[op]._sample
     arguments = sample("", channels, image, weight).arguments(torch.float16, "cpu")
     config = rng.choice(op.launcher.candidates(target=SM_90, **arguments))
-    ours = results(op, arguments, config)
+    ours = result(op, arguments, config)
     one, whole = joined(op, arguments)
     launch = one.launcher.plan(config=config, target=SM_90, **whole).parts[0]
     launch.output.fill_(float("nan"))
     gluon_interpreter.run(launch)
-    assert torch.equal(torch.cat(ours, 1) if op is DGRAD else ours[0], launch.output), (channels, image, weight, config)
+    assert torch.equal(ours, launch.output), (channels, image, weight, config)
 
 
 @pytest.mark.parametrize("op", CONCAT, ids=lambda op: op.name)
 def test_configs_are_those_of_the_concatenation(op: Op, monkeypatch: pytest.MonkeyPatch):
     """Those that are tuned for it, and where their tiles would have channels of both maps another."""
-    module = {FPROP: concat_conv2d, DGRAD: concat_conv2d_dgrad, WGRAD: concat_conv2d_wgrad}[op]
+    module = {FPROP: concat_conv2d, WGRAD: concat_conv2d_wgrad}[op]
     arguments = op.samples[0].arguments(torch.bfloat16, "meta")
     other, whole = joined(op, arguments)
     config = WgradConfig(64, 128, 1, 6, 4, 1) if op is WGRAD else Config(64, 128, 6, 4)
@@ -114,7 +102,6 @@ def test_configs_are_those_of_the_concatenation(op: Op, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(module, "tuned_config", tuned)
     constants = module.plan(target=SM_90, **arguments).parts[0].constants
-    whole.pop("residual", None)
     assert asked == [(other.name, other.key(**whole))]
     assert constants["BLOCK_C" if op is WGRAD else "BLOCK_N"] == 128
     if op is not FPROP:
@@ -128,9 +115,8 @@ def test_operators_in_plain_pytorch():
     for op, sample in SMALL:
         arguments = sample.arguments(torch.float32, "cpu")
         found = op(**arguments)
-        for one, right in zip(found if op is DGRAD else [found], expected(op, arguments), strict=True):
-            torch.testing.assert_close(one, right)
-            assert one.is_contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(found, op.reference(**arguments))
+        assert found.is_contiguous(memory_format=torch.channels_last)
     for op in CONCAT:
         arguments = next(sample for sample in op.samples if not sample.real_size).arguments(torch.float32, "cpu")
         outcome = torch.library.opcheck(op.overload, (), arguments, test_utils=("test_schema", "test_faketensor"))
@@ -167,24 +153,20 @@ def test_refusals(changed: dict[str, Any], error: type[Exception], words: str):
         concat_conv2d.plan(**{**given, **changed})
 
 
-def test_gradients_refuse_tiles_of_both_maps():
+def test_a_weight_gradient_refuses_tiles_of_both_maps():
     dy = torch.zeros(2, 8, 4, 4, dtype=torch.float16).contiguous(memory_format=torch.channels_last)
-    with pytest.raises(ValueError, match=r"Config.* is not valid for .* with 32 and 16 channels"):
-        concat_conv2d_dgrad.plan(dy, WEIGHT, X1, X2, padding=(0, 0), config=Config(128, 32, 6, 4))
     with pytest.raises(ValueError, match=r"WgradConfig.* is not valid for .* with 32 channels of x1"):
         sizes: dict[str, Any] = {"kernel_size": (1, 1), "padding": (0, 0)}
         concat_conv2d_wgrad.plan(dy, X1, X2, **sizes, config=WgradConfig(64, 64, 1, 8, 4, 1))
-    with pytest.raises(ValueError, match=r"dy must have the shape of y, \(2, 8, 4, 4\)"):
-        concat_conv2d_dgrad.plan(dy[:1], WEIGHT, X1, X2, padding=(0, 0))
 
 
 @pytest.mark.parametrize(
     ("channels", "k", "taken"), [((32, 16), 8, True), ((16, 32), 8, False), ((32, 8), 8, False), ((32, 16), 4, False)]
 )
-def test_what_all_three_take(channels: tuple[int, int], k: int, taken: bool):
+def test_what_both_take(channels: tuple[int, int], k: int, taken: bool):
     assert concat_conv2d.takes(channels, k) == taken
     if taken:
-        for module in (concat_conv2d, concat_conv2d_dgrad, concat_conv2d_wgrad):
+        for module in (concat_conv2d, concat_conv2d_wgrad):
             module.plan(**module._sample("", channels, (1, 4, 4), (k, 1, 1)).arguments(torch.bfloat16, "meta"))
 
 
@@ -232,11 +214,8 @@ def test_on_a_gpu(op: Op, sample: Any, dtype: torch.dtype):
     arguments = sample.arguments(dtype, "cuda")
     for config in (None, *op.launcher.candidates(**arguments)):
         launch = op.launcher.plan(config=config, **arguments)
-        found = [launch.output, *([concat_conv2d_dgrad.second(launch)] if op is DGRAD else [])]
-        for output in found:
-            output.fill_(float("nan"))
+        launch.output.fill_(float("nan"))
         launch.run()
-        exact, eager = expected(op, to_float64(arguments)), expected(op, arguments)
-        for one, right, theirs in zip(found, exact, eager, strict=True):
-            verdict = compare(one, right, theirs, error_factor=op.error_factor)
-            assert verdict.passed, f"{config}: {verdict.reason}"
+        exact, eager = op.reference(**to_float64(arguments)), op.reference(**arguments)
+        verdict = compare(launch.output, exact, eager, error_factor=op.error_factor)
+        assert verdict.passed, f"{config}: {verdict.reason}"

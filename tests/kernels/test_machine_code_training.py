@@ -32,12 +32,13 @@ class Case:
         return self.op.launcher.plan(target=typical_target(self.arch), **arguments)
 
 
-# forward and backward by wgmma, and the backward that takes the most registers where there is none
+# forward and backward by wgmma, and the backward that takes the most registers where there is none, also with sums
 ATTENTION = (
     Case(attention_packed.OP, "256 tokens", "sm_90"),
     Case(attention_packed_backward.OP, "256 tokens", "sm_90"),
     Case(attention_packed_backward.OP, "256 tokens", "sm_89"),
     Case(attention_packed.OP, "256 tokens", "sm_120"),
+    *(Case(attention_packed_backward.SUMMED_OP, "256 tokens", arch) for arch in ("sm_90", "sm_89", "sm_120")),
 )
 QUANTIZE = (
     Case(quantize_fp8.OP, "32x32 128, no quads", "sm_90"),

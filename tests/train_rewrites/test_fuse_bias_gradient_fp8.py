@@ -148,13 +148,25 @@ def test_a_gradient_that_is_changed_first_keeps_its_sum():
     assert wgrads(graph_module) == [True] and targets(graph_module)["group_norm_silu_backward_fp8_summed"] == 0
 
 
-def test_a_gradient_that_is_quantised_by_a_pass_of_its_own_keeps_its_sum():
+def test_a_gradient_that_is_quantised_by_a_pass_of_its_own_is_summed_too():
     """Beside another that the norm quantises."""
-    graph_module = rewritten(lambda dx, all_: [wgrad(dx, all_, row) for row in range(2)], 1)
-    assert sorted(wgrads(graph_module)) == [False, True]
+    graph_module = rewritten(lambda dx, all_: [wgrad(dx, all_, row) for row in range(2)], 2)
+    assert wgrads(graph_module) == [False, False]
     assert quantised_by(graph_module) == {"gradients of norms": 1, "passes of their own": 1}
 
 
 def test_of_a_map_that_no_program_holds_the_bf16_form_is_left():
     graph_module = rewritten(wgrad, 0, side=128)
     assert wgrads(graph_module) == [True] and targets(graph_module)["group_norm_silu_backward"] == 1
+
+
+def test_sums_of_slices_are_slices_of_the_norms():
+    """As of the two maps of a concatenation, copied or quantised. What is not every channel stays."""
+
+    def use(dx: Tensor, all_: Any) -> Any:
+        few = dx.shape[1] // 4
+        first = dx[:, :few].clone(memory_format=torch.channels_last)
+        return first.sum((0, 2, 3)), dx[:, few:].float().sum((0, 2, 3)), dx[:, 1:few:2].sum((0, 2, 3)), wgrad(dx, all_)
+
+    graph_module = rewritten(use, 3)
+    assert wgrads(graph_module) == [False] and targets(graph_module)["sum"] == 1

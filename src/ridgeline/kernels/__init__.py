@@ -10,7 +10,6 @@ from ridgeline.kernels import (
     attention_packed_backward,
     attention_position,
     concat_conv2d,
-    concat_conv2d_dgrad,
     concat_conv2d_wgrad,
     conv2d_act,
     conv2d_dgrad,
@@ -54,7 +53,7 @@ ALL = (
 PASSES = (conv2d_fprop.OP, conv2d_dgrad.OP, conv2d_wgrad.OP)
 ATTENTION = (attention_packed.OP, attention_packed_backward.OP)
 UPSAMPLED = (upsample_conv2d.OP, upsample_conv2d_dgrad.OP, upsample_conv2d_wgrad.OP)
-CONCAT = (concat_conv2d.OP, concat_conv2d_dgrad.OP, concat_conv2d_wgrad.OP)
+CONCAT = (concat_conv2d.OP, concat_conv2d_wgrad.OP)
 FP8 = (conv2d_fp8.OP, conv2d_wgrad_fp8.OP)
 NORMS = (
     group_norm_silu.OP,
@@ -64,8 +63,10 @@ NORMS = (
 )
 # forms of an op that read its table
 TUNED_AS = {
+    attention_packed_backward.SUMMED_OP: attention_packed_backward.OP,
     group_norm_silu_backward.SUMMED_OP: group_norm_silu_backward.OP,
     group_norm_silu_backward_concat.OP: group_norm_silu_backward.OP,
+    group_norm_silu_backward_concat.SUMMED_OP: group_norm_silu_backward.OP,
     group_norm_silu_backward_fp8.SUMMED_OP: group_norm_silu_backward_fp8.OP,
 }
 

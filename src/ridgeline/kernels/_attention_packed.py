@@ -66,7 +66,7 @@ def attention_packed_kernel(
 
 @triton.jit
 def attention_packed_backward_kernel(
-    dout_ptr, qkv_ptr, out_ptr, lse_ptr, dqkv_ptr, images,
+    dout_ptr, qkv_ptr, out_ptr, lse_ptr, dqkv_ptr, sums_ptr, images,
     T: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr,
     TAIL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -77,14 +77,14 @@ def attention_packed_backward_kernel(
     if q_blocks == 1:
         _, head, image = place(1, HEADS, GROUP)
         dq_of_queries(
-            dout_ptr, qkv_ptr, out_ptr, lse_ptr, dqkv_ptr, images, image, head, 0,
+            dout_ptr, qkv_ptr, out_ptr, lse_ptr, dqkv_ptr, sums_ptr, images, image, head, 0,
             T, HEADS, D, GROUP, SCALE, TAIL, True, BLOCK_Q, BLOCK_K, BLOCK_D,
         )  # fmt: skip
     else:
         program, head, image = place(q_blocks + k_blocks, HEADS, GROUP)
         if program < q_blocks:
             dq_of_queries(
-                dout_ptr, qkv_ptr, out_ptr, lse_ptr, dqkv_ptr, images, image, head, program,
+                dout_ptr, qkv_ptr, out_ptr, lse_ptr, dqkv_ptr, sums_ptr, images, image, head, program,
                 T, HEADS, D, GROUP, SCALE, TAIL, False, BLOCK_Q, BLOCK_K, BLOCK_D,
             )  # fmt: skip
         else:
@@ -96,11 +96,15 @@ def attention_packed_backward_kernel(
 
 @triton.jit
 def dq_of_queries(
-    dout_ptr, qkv_ptr, out_ptr, lse_ptr, dqkv_ptr, images, image, head, block,
+    dout_ptr, qkv_ptr, out_ptr, lse_ptr, dqkv_ptr, sums_ptr, images, image, head, block,
     T: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr,
     TAIL: tl.constexpr, ALL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """dq of a block of queries over all keys; where they are ALL queries, also dk and dv of each block of keys."""
+    """dq of a block of queries over all keys; where they are ALL queries, also dk and dv of each block of keys.
+
+    And, unless `sums_ptr` is None, what the block adds to the sums of all three over tokens: dout to that of dv, since
+    the weights of a query sum to one, and for the same reason nothing to that of dk.
+    """
     PITCH: tl.constexpr = 3 * HEADS * D
     rows = tl.minimum(images - image, GROUP) * T
     q_ptr = head_of(qkv_ptr, image, head, T, PITCH, D)
@@ -110,6 +114,12 @@ def dq_of_queries(
     dout_qd, delta_q, lse_q = of_result(
         dout_ptr, out_ptr, lse_ptr, image, head, query, rows, T, HEADS, D, BLOCK_D, GROUP, TAIL
     )
+    if sums_ptr is not None:
+        blocks: tl.constexpr = (GROUP * T + BLOCK_Q - 1) // BLOCK_Q
+        sums_ptr += head * D
+        dv_d = tl.sum(dout_qd.to(tl.float32), 0)
+        store_sum(sums_ptr + HEADS * D, tl.zeros_like(dv_d), image, images, block, blocks, PITCH, D, GROUP)
+        store_sum(sums_ptr + 2 * HEADS * D, dv_d, image, images, block, blocks, PITCH, D, GROUP)
     dq_qd = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
     for start in range(0, GROUP * T, BLOCK_K):
         key = start + tl.arange(0, BLOCK_K)
@@ -127,6 +137,8 @@ def dq_of_queries(
             store_rows(dq_ptr + HEADS * D, key, rows, dk_kd.to(k_kd.dtype), PITCH, D, TAIL)
         dq_qd = product(ds_qk, k_kd, dq_qd)
     store_rows(dq_ptr, query, rows, (dq_qd * SCALE).to(q_qd.dtype), PITCH, D, TAIL)
+    if sums_ptr is not None:
+        store_sum(sums_ptr, tl.sum(dq_qd, 0) * SCALE, image, images, block, blocks, PITCH, D, GROUP)
 
 
 @triton.jit
@@ -198,6 +210,18 @@ def store_rows(ptr, row, rows, x_rd, PITCH: tl.constexpr, D: tl.constexpr, TAIL:
         tl.store(ptr + at, x_rd, mask=(row[:, None] < rows) & (d < D))
     else:
         tl.store(ptr + at, x_rd)
+
+
+@triton.jit
+def store_sum(
+    ptr, x_d, image, images, block,
+    BLOCKS: tl.constexpr, PITCH: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """A sum over a program's rows, in sums [N, BLOCKS, PITCH]: the first image of a group has it, the others have 0."""
+    n = tl.arange(0, triton.next_power_of_2(GROUP))[:, None]
+    d = tl.arange(0, x_d.shape[0])[None, :]
+    at = ((image + n).to(tl.int64) * BLOCKS + block) * PITCH + d
+    tl.store(ptr + at, tl.where(n == 0, x_d[None, :], 0.0), mask=(n < GROUP) & (image + n < images) & (d < D))
 
 
 @triton.jit

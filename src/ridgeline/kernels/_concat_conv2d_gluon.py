@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from ridgeline.kernels._conv2d_gluon import _copy, _multiply, _place
+from ridgeline.kernels._conv2d_gluon import _multiply, _place
 from ridgeline.kernels._conv2d_wgrad_gluon import _multiply as _reduce_pixels
 from ridgeline.kernels._conv2d_wgrad_gluon import _share, _units
 from ridgeline.kernels._nhwc import wait_for_predecessor
@@ -85,72 +85,6 @@ def _copy_from_both(
                 place = [first, tap, block * BLOCK_K]
                 tma.async_copy_global_to_shared(weight_desc, place, full.index(stage), b.index(stage))
                 step += 1
-
-
-@gluon.jit
-def concat_conv2d_dgrad_kernel(
-    dy_desc, weight_desc, dx1_desc, dx2_desc, residual1_desc, residual2_desc, images, H, W,
-    C1: gl.constexpr, REDUCED: gl.constexpr, OUT: gl.constexpr,  # channels of dx1, of dy, of both dx
-    R: gl.constexpr, S: gl.constexpr, TOP: gl.constexpr, LEFT: gl.constexpr,
-    BOX_N: gl.constexpr, BOX_H: gl.constexpr, BOX_W: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    """dx of each map, and the residual of each added."""
-    a = gl.allocate_shared_memory(dy_desc.dtype, [STAGES] + dy_desc.block_type.shape, dy_desc.layout)  # noqa: RUF005
-    b = gl.allocate_shared_memory(weight_desc.dtype, [STAGES] + weight_desc.block_type.shape, weight_desc.layout)  # noqa: RUF005
-    c = gl.allocate_shared_memory(dx1_desc.dtype, dx1_desc.block_type.shape, dx1_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # of c: a tile of the residual is there, one of dx is there
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
-    mbarrier.init(turns.index(0), count=1)
-    mbarrier.init(turns.index(1), count=1)
-    fence_async_shared()
-    down = gl.cdiv(H, BOX_H)
-    across = gl.cdiv(W, BOX_W)
-    # the other partitions begin when this one lets them
-    wait_for_predecessor(PDL)
-    tiles = gl.cdiv(images, BOX_N) * down * across * (OUT // BLOCK_N)
-    gl.warp_specialize(
-        [
-            (_multiply, (dx1_desc, None, None, None, None, a, b, c, full, empty, turns.index(0), turns.index(1), tiles,
-                         down, across, REDUCED, OUT, R, S, TOP, LEFT, True, 1, 1, BLOCK_N, BLOCK_K, STAGES, 1)),
-            (_copy, (dy_desc, weight_desc, a, b, full, empty, tiles, down, across, REDUCED, OUT, R, S, TOP, LEFT, True,
-                     1, 1, 1, BLOCK_N, BLOCK_K, STAGES)),
-            (_exchange_with_both, (residual1_desc, residual2_desc, dx1_desc, dx2_desc, c, turns.index(0),
-                                   turns.index(1), tiles, down, across, C1, OUT, BLOCK_N)),
-        ],
-        [1, 1],
-        [24, 24],
-    )  # fmt: skip
-
-
-@gluon.jit
-def _exchange_with_both(
-    residual1_desc, residual2_desc, dx1_desc, dx2_desc, c, added, made, tiles, down, across,
-    C1: gl.constexpr, OUT: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """Bring every tile of a residual into c, and take that of dx from there."""
-    box: gl.constexpr = dx1_desc.block_type.shape
-    turn = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        n, h, w, _, first = _place(tile, down, across, OUT, 1, 1, box[0], box[1], box[2], BLOCK_N)
-        mbarrier.expect(added, residual1_desc.block_type.nbytes)
-        if first < C1:
-            tma.async_copy_global_to_shared(residual1_desc, [n, h, w, first], added, c)
-        else:
-            tma.async_copy_global_to_shared(residual2_desc, [n, h, w, first - C1], added, c)
-        mbarrier.wait(made, turn)
-        if first < C1:
-            tma.async_copy_shared_to_global(dx1_desc, [n, h, w, first], c)
-        else:
-            tma.async_copy_shared_to_global(dx2_desc, [n, h, w, first - C1], c)
-        # the next tile of a residual overwrites what this copy reads
-        tma.store_wait(0)
-        turn ^= 1
 
 
 @gluon.jit

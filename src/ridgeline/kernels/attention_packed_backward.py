@@ -8,6 +8,13 @@ returns    dqkv [N, T, 3 heads D], contiguous, dtype of qkv
 Softmax and sums are fp32; softmax and its gradient are rounded to the dtype of qkv for the products that follow; dqkv
 is rounded once. No atomics, so equal calls give equal bits. Raises ValueError or TypeError as the forward does.
 
+`attention_packed_backward_summed` returns (dqkv, sums [N, 3 heads D] fp32): summed over images, these are the sums of
+dqkv over images and tokens, the gradient of the bias of the layer that made qkv. Where one program takes several images
+the first has the sum of all, the others have 0: the shape of sums depends on no tiles, which a compiled graph may
+outlive. The sum of dq is of values that are not rounded yet. The others follow from softmax, and the loop over keys,
+which has dk and dv, stays as it is: the weights of a query sum to one, so dv sums to what dout does; the gradients of
+its scores sum to zero, so dk does, of which sums of rounded values are noise.
+
 Where one block has all queries of an image, up to 256 of 64 channels on sm_90, one program has their dq in registers
 and walks over the keys: each block of keys yields its dk and dv at once. Five products, and every byte moves once.
 Elsewhere a block of queries has a program that makes dq and a block of keys one that makes dk and dv, in one launch:
@@ -22,7 +29,8 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import replace
+from functools import partial, wraps
 from math import prod
 from typing import Any
 
@@ -98,13 +106,24 @@ def cost(
     return Cost(call.problem.backward_flops, read, qkv.nbytes, matmul_pipe(qkv.dtype))
 
 
+@wraps(cost)
+def cost_summed(dout: Tensor, qkv: Tensor, *others: Tensor | None, **choices: Any) -> Cost:
+    plain = cost(dout, qkv, *others, **choices)
+    return replace(plain, write_bytes=plain.write_bytes + 4 * qkv.shape[0] * qkv.shape[2])
+
+
 def candidates(*, target: Target | None = None, **arguments: Any) -> tuple[Config, ...]:
     call = BackwardCall(**arguments)
     return proposals(call, target or target_of(call.qkv))
 
 
-def plan(*, config: Config | None = None, target: Target | None = None, **arguments: Any) -> Launch:
-    """The launch that makes dqkv; `arguments` are BackwardCall's. Runs nothing."""
+def plan(
+    *, summed: bool = False, config: Config | None = None, target: Target | None = None, **arguments: Any
+) -> Launch:
+    """The launch that makes dqkv; `arguments` are BackwardCall's. Runs nothing.
+
+    With `summed` it also makes its argument `sums_ptr`, [N, blocks of queries, 3 heads D].
+    """
     call = BackwardCall(**arguments)
     target = target or target_of(call.qkv)
     if config is None:
@@ -113,12 +132,15 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
     if not config.is_valid(call, target):
         call.refuse(f"{config} is not valid for {call.heads} heads of qkv {tuple(call.qkv.shape)} on {target.arch}")
     dqkv = torch.empty_like(call.qkv)
+    sums_shape = call.qkv.shape[0], config.q_blocks(call), call.qkv.shape[2]
     return Launch(
         attention_packed_backward_kernel,
         grid=(config.programs(call),),
         arguments={
             "dout_ptr": call.dout, "qkv_ptr": call.qkv, "out_ptr": call.out, "lse_ptr": call.lse,
-            "dqkv_ptr": dqkv, "images": call.qkv.shape[0],
+            "dqkv_ptr": dqkv,
+            "sums_ptr": call.qkv.new_empty(sums_shape, dtype=torch.float32) if summed else None,
+            "images": call.qkv.shape[0],
         },
         constants={**config.constants(call), "PDL": starts_early(target)},
         num_warps=config.num_warps,
@@ -126,6 +148,11 @@ def plan(*, config: Config | None = None, target: Target | None = None, **argume
         output=dqkv,
         pdl=starts_early(target),
     )  # fmt: skip
+
+
+def plan_summed(**arguments: Any) -> Launch:
+    """What `plan` returns with `summed`."""
+    return plan(summed=True, **arguments)
 
 
 def rival(**arguments: Any) -> Run:
@@ -182,6 +209,16 @@ def attention_packed_backward(
     return execute("attention_packed_backward", launch, qkv)
 
 
+def attention_packed_backward_summed(
+    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, *, heads: int, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    launch = plan_summed(dout=dout, qkv=qkv, out=out, lse=lse, heads=heads, scale=scale)
+    dqkv = execute("attention_packed_backward_summed", launch, qkv)
+    sums = launch.arguments["sums_ptr"]
+    assert isinstance(sums, Tensor)
+    return dqkv, sums.squeeze(1) if sums.shape[1] == 1 else sums.sum(1)
+
+
 def on_cpu(
     dout: Tensor,
     qkv: Tensor,
@@ -192,6 +229,25 @@ def on_cpu(
     scale: float | None = None,
 ) -> Tensor:
     """What `reference` finds, without autograd, which an operator is below."""
+    return _not_rounded(dout, qkv, heads, scale).to(qkv.dtype)
+
+
+def summed_on_cpu(
+    dout: Tensor,
+    qkv: Tensor,
+    out: Tensor,  # noqa: ARG001 - as in `reference`
+    lse: Tensor,  # noqa: ARG001
+    *,
+    heads: int,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """With the sum of each image by itself."""
+    dqkv = _not_rounded(dout, qkv, heads, scale)
+    return dqkv.to(qkv.dtype), dqkv.sum(1)
+
+
+def _not_rounded(dout: Tensor, qkv: Tensor, heads: int, scale: float | None) -> Tensor:
+    """dqkv in fp32 or wider."""
     weights = torch.softmax(scores_of(qkv, heads, scale), dim=-1)
     q, k, v = parts_of(qkv.to(weights.dtype), heads)
     gradient = dout.to(weights.dtype).unflatten(2, (heads, -1)).transpose(1, 2)
@@ -199,11 +255,16 @@ def on_cpu(
     of_weights = gradient @ v.mT
     scores = factor * weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True))
     found = scores @ k, scores.mT @ q, weights.mT @ gradient
-    return torch.stack([one.transpose(1, 2) for one in found], dim=2).flatten(2).to(qkv.dtype)
+    return torch.stack([one.transpose(1, 2) for one in found], dim=2).flatten(2)
 
 
 def _fake(dout: Tensor, qkv: Tensor, *others: Tensor, **choices: Any) -> Tensor:  # noqa: ARG001
     return torch.empty_like(qkv)
+
+
+def _fake_summed(dout: Tensor, qkv: Tensor, *others: Tensor, **choices: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    sums = qkv.new_empty((qkv.shape[0], qkv.shape[2]), dtype=torch.promote_types(qkv.dtype, torch.float32))
+    return torch.empty_like(qkv), sums
 
 
 SAMPLES = (
@@ -229,3 +290,12 @@ OP = Op(
     error_factor=2.0,
     into=None,
 )
+
+SUMMED_OP = replace(
+    OP,
+    name="attention_packed_backward_summed",
+    call=register(attention_packed_backward_summed, fake=_fake_summed, on_cpu=summed_on_cpu, cost=cost_summed),
+    cost=cost_summed,
+    launcher=Launcher(plan_summed, candidates),
+)
+SUMMED = SUMMED_OP.overload

@@ -13,7 +13,7 @@ for anything else.
 
 A concatenation is read and written once for nothing: 100 MB each way for 256 and 128 channels at 32², batch 128, bf16.
 It is the GEMM of conv2d_fprop; only what copies boxes to shared memory asks which map a box is of. Gradients are
-concat_conv2d_dgrad and concat_conv2d_wgrad, which who places it in a graph calls.
+those of conv2d_dgrad and concat_conv2d_wgrad, which who places it in a graph calls.
 """
 
 from __future__ import annotations

@@ -249,10 +249,7 @@ def group_norm_silu_backward_summed(
 ) -> SummedGradients:
     call = BackwardCall(x, gamma, beta, scale, shift, seed, offset, groups, eps, act, p, dy=dy, residual=residual)
     launch = plan_summed(**vars(call))
-    dx_sum = empty_sum(x)
-    found = run(call, launch, dx_sum)
-    if not _sums_dx(launch):
-        dx_sum = _sum(launch.output)
+    dx_sum, found = run_summed(call, launch, (launch.output,))
     return launch.output, dx_sum, *found
 
 
@@ -272,6 +269,14 @@ def run(call: BackwardCall, launch: Launch, dx_sum: Tensor | None = None) -> Par
     return found
 
 
+def run_summed(call: BackwardCall, launch: Launch, maps: tuple[Tensor, ...]) -> tuple[Tensor, ParameterGradients]:
+    """`run`, and the sum of dx before what it returns: of `maps`, which the launch writes, side by side."""
+    assert call.dy is not None
+    dx_sum = empty_sum(call.dy)
+    found = run(call, launch, dx_sum)
+    return dx_sum if sums_dx(launch) else sum_of(maps), found
+
+
 def parameters_launch(
     call: BackwardCall, launch: Launch, found: tuple[Tensor, ...], dx_sum: Tensor | None = None
 ) -> Launch:
@@ -288,7 +293,7 @@ def parameters_launch(
             "dgamma_ptr": dgamma, "dbeta_ptr": dbeta,
             "dscale_ptr": None if call.scale is None else dscale,
             "dshift_ptr": None if call.shift is None else dshift,
-            "dx_sum_ptr": dx_sum if _sums_dx(launch) else None,
+            "dx_sum_ptr": dx_sum if sums_dx(launch) else None,
             "n_count": n,
         },
         constants={
@@ -308,17 +313,21 @@ def empty_gradients(
     return _like(gamma, x), _like(beta, x), _like(scale, x), _like(shift, x)
 
 
-def _sums_dx(launch: Launch) -> bool:
+def sums_dx(launch: Launch) -> bool:
+    """Whether a launch of `plan_summed` sums dx itself, as one that holds a whole slab does."""
     return launch.constants.get("ROWS") == 3
 
 
-def _sum(dx: Tensor) -> Tensor:
-    return dx.sum((0, 2, 3), dtype=torch.promote_types(dx.dtype, torch.float32))
+def sum_of(maps: tuple[Tensor, ...]) -> Tensor:
+    """Over images and pixels, of maps whose channels stand side by side, by PyTorch."""
+    wide = torch.promote_types(maps[0].dtype, torch.float32)
+    sums = [one.sum((0, 2, 3), dtype=wide) for one in maps]
+    return torch.cat(sums) if len(sums) > 1 else sums[0]
 
 
-def empty_sum(x: Tensor) -> Tensor:
+def empty_sum(dy: Tensor) -> Tensor:
     """Where the sum of dx goes, uninitialised."""
-    return x.new_empty(x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
+    return dy.new_empty(dy.shape[1], dtype=torch.promote_types(dy.dtype, torch.float32))
 
 
 def _like(tensor: Tensor | None, x: Tensor) -> Tensor:
@@ -351,7 +360,7 @@ def _fake_summed(dy: Tensor, x: Tensor, *parameters: Any, **choices: Any) -> Sum
 
 def _summed_on_cpu(*args: Any, **kwargs: Any) -> SummedGradients:
     dx, *others = _on_cpu(*args, **kwargs)
-    return dx, _sum(dx), *others  # pyright: ignore[reportReturnType]
+    return dx, sum_of((dx,)), *others  # pyright: ignore[reportReturnType]
 
 
 SAMPLES = (

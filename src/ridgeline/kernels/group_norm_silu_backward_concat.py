@@ -5,7 +5,8 @@ x     [N, C1, H, W]  likewise, dtype of dy
 x2    [N, C2, H, W]  likewise
 all else             as in group_norm_silu_backward, for C channels
 
-returns dx, dx2 as x and x2, then dgamma, dbeta, dscale and dshift as group_norm_silu_backward does
+returns dx, dx2 as x and x2, then dgamma, dbeta, dscale and dshift as group_norm_silu_backward does; a residual is a map
+of all C channels. The summed form returns behind the maps dx_sum [C] fp32, of all channels.
 
 The kernels are those of group_norm_silu_backward, bit for bit on the concatenation: a column of channels is read from
 the map that it is of, and its gradient written there. Bytes are those of the whole map, and the copies that make one of
@@ -16,6 +17,7 @@ It is a form of group_norm_silu_backward, and tuned as that with an x2, which it
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,9 +28,10 @@ from ridgeline.kernels import group_norm_silu_backward
 from ridgeline.kernels._conv import FLOATS
 from ridgeline.kernels._group_norm_silu_call import BackwardCall
 from ridgeline.kernels._group_norm_silu_samples import gradient_sample
-from ridgeline.kernels._op import Op, Sample, register
+from ridgeline.kernels._op import Launch, Op, Sample, register
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+SummedGradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def gradients(
@@ -41,6 +44,7 @@ def gradients(
     shift: Tensor | None = None,
     seed: Tensor | None = None,
     offset: Tensor | None = None,
+    residual: Tensor | None = None,
     *,
     groups: int,
     eps: float = 1e-5,
@@ -48,7 +52,7 @@ def gradients(
     p: float = 0.0,
 ) -> Gradients:
     """All six, by group_norm_silu_backward's of the concatenation."""
-    operands = (gamma, beta, scale, shift, seed, offset)
+    operands = (gamma, beta, scale, shift, seed, offset, residual)
     choices: dict[str, Any] = {"groups": groups, "eps": eps, "act": act, "p": p}
     dx, *others = group_norm_silu_backward.gradients(dy, torch.cat((x, x2), 1), *operands, **choices)
     parts = dx.split([x.shape[1], x2.shape[1]], 1)
@@ -75,18 +79,46 @@ def group_norm_silu_backward_concat(
     shift: Tensor | None = None,
     seed: Tensor | None = None,
     offset: Tensor | None = None,
+    residual: Tensor | None = None,
     *,
     groups: int,
     eps: float = 1e-5,
     act: str = "silu",
     p: float = 0.0,
 ) -> Gradients:
-    call = BackwardCall(x, gamma, beta, scale, shift, seed, offset, groups, eps, act, p, dy, x2=x2)
+    call = BackwardCall(x, gamma, beta, scale, shift, seed, offset, groups, eps, act, p, dy, residual, x2=x2)
     launch = group_norm_silu_backward.plan(**vars(call))
     others = group_norm_silu_backward.run(call, launch)
+    return launch.output, _second(launch), *others
+
+
+def group_norm_silu_backward_concat_summed(
+    dy: Tensor,
+    x: Tensor,
+    x2: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    seed: Tensor | None = None,
+    offset: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    groups: int,
+    eps: float = 1e-5,
+    act: str = "silu",
+    p: float = 0.0,
+) -> SummedGradients:
+    call = BackwardCall(x, gamma, beta, scale, shift, seed, offset, groups, eps, act, p, dy, residual, x2=x2)
+    launch = group_norm_silu_backward.plan_summed(**vars(call))
+    dx_sum, others = group_norm_silu_backward.run_summed(call, launch, (launch.output, _second(launch)))
+    return launch.output, _second(launch), dx_sum, *others
+
+
+def _second(launch: Launch) -> Tensor:
     dx2 = launch.arguments["dx2_ptr"]
     assert isinstance(dx2, Tensor)
-    return launch.output, dx2, *others
+    return dx2
 
 
 def _fake(
@@ -97,11 +129,21 @@ def _fake(
     beta: Tensor,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
-    *random: Tensor | None,  # noqa: ARG001
+    *random_and_residual: Tensor | None,  # noqa: ARG001
     **choices: Any,  # noqa: ARG001
 ) -> Gradients:
     dx, dx2 = (torch.empty_like(one, memory_format=torch.channels_last) for one in (x, x2))
     return dx, dx2, *group_norm_silu_backward.empty_gradients(x, gamma, beta, scale, shift)
+
+
+def _fake_summed(dy: Tensor, x: Tensor, x2: Tensor, *parameters: Any, **choices: Any) -> SummedGradients:
+    dx, dx2, *others = _fake(dy, x, x2, *parameters, **choices)
+    return dx, dx2, group_norm_silu_backward.empty_sum(dy), *others  # pyright: ignore[reportReturnType]
+
+
+def summed_on_cpu(*args: Any, **kwargs: Any) -> SummedGradients:
+    dx, dx2, *others = gradients(*args, **kwargs)
+    return dx, dx2, group_norm_silu_backward.sum_of((dx, dx2)), *others  # pyright: ignore[reportReturnType]
 
 
 def concat_gradient_sample(
@@ -130,3 +172,11 @@ OP = Op(
     error_factor=2.0,
     into=None,
 )
+
+SUMMED_OP = replace(
+    OP,
+    name="group_norm_silu_backward_concat_summed",
+    call=register(group_norm_silu_backward_concat_summed, fake=_fake_summed, on_cpu=summed_on_cpu, cost=cost),
+    launcher=group_norm_silu_backward.SUMMED_OP.launcher,
+)
+SUMMED = SUMMED_OP.overload

@@ -5,9 +5,9 @@ its 1x1 convolution takes past it. The join is a copy of both, and the gradient 
 into slices that are copied again. Here neither is made:
 
     n  = group_norm_silu(h, ..., x2=skip)                y  = concat_conv2d(h, skip, weight)
-    dh, dskip = group_norm_silu_backward_concat(dn)      dh, dskip = concat_conv2d_dgrad(dy, weight, dh, dskip)
+    dh, dskip = group_norm_silu_backward_concat(dn, ..., dx)      dx = conv2d_dgrad(dy, weight)
 
-Values are those of the concatenation; of its gradient the convolution's part is not rounded before the norm's is added.
+Values are those of the concatenation; of its gradient the norm's part is not rounded before the convolution's is added.
 `keep_order` is a pass over the graphs of aten operators that this becomes.
 """
 
@@ -24,8 +24,8 @@ from torch.autograd import Function
 
 from ridgeline.kernels import (
     concat_conv2d,
-    concat_conv2d_dgrad,
     concat_conv2d_wgrad,
+    conv2d_dgrad,
     conv2d_fprop,
     group_norm_silu,
     group_norm_silu_backward_concat,
@@ -103,15 +103,15 @@ class _NormAndConvolution(Function):
         dn, dy = (grad.contiguous(memory_format=torch.channels_last) for grad in grad_outputs)
         x1, x2, weight, *parameters = ctx.saved_tensors
         of_x1, of_x2, of_weight, of_bias = ctx.needs_input_grad[2:6]
-        dw = db = None
+        dw = db = residual = None
         if of_weight:
             shape, padding = list(weight.shape[2:]), list(ctx.padding)
             dw = concat_conv2d_wgrad.OP(dy, x1, x2, kernel_size=shape, padding=padding)
         if of_bias:
             db = conv2d_fprop.bias_gradient(dy, ctx.bias_dtype)
-        dx1, dx2, *others = group_norm_silu_backward_concat.OP(dn, x1, x2, *parameters, **ctx.choices)
         if of_x1 or of_x2:
-            dx1, dx2 = concat_conv2d_dgrad.OP(dy, weight, dx1, dx2, padding=list(ctx.padding))
+            residual = conv2d_dgrad.OP(dy, weight, padding=list(ctx.padding))
+        dx1, dx2, *others = group_norm_silu_backward_concat.OP(dn, x1, x2, *parameters, residual, **ctx.choices)
         # seed and offset have none, nor what was not given
         found = (*others, None, None)
         of_parameters = (grad if given is not None else None for given, grad in zip(parameters, found, strict=True))
