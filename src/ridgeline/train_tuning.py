@@ -54,11 +54,11 @@ def tune_step(
     """
     device = next(model.parameters()).device
     if device.type != "cuda":
-        raise EnvironmentUnusable(f"tune: the model must be on a GPU, got {device}: move it and its batch to cuda")
+        raise EnvironmentUnusable(f"the model must be on a GPU, got {device}: move it and its batch to cuda")
     arch = fp8_passes.architecture_of(device)
     if recipe.fp8 != "never" and arch not in fp8_passes.ARCHITECTURES:
         known = fp8_passes.listed(fp8_passes.ARCHITECTURES)
-        raise EnvironmentUnusable(f"tune: FP8 kernels are for {known}, and the GPU is {arch}: tune in bf16")
+        raise EnvironmentUnusable(f"FP8 kernels are for {known}, and the GPU is {arch}: tune in bf16")
     found = tunable(model, loss, batch, recipe)
     problems = chain.from_iterable(one.problems() for one in found)
     if recipe.fp8 != "never":

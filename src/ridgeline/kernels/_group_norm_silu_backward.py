@@ -32,6 +32,7 @@ from ridgeline.kernels._group_norm_silu_pieces import (
     to_channels,
     to_groups,
 )
+from ridgeline.kernels._nhwc import wait_for_predecessor
 from ridgeline.kernels._op import INTERPRETED
 
 _IN_ASSEMBLY = tl.constexpr(not INTERPRETED)
@@ -52,12 +53,14 @@ def backward_kernel(
     )  # fmt: skip
     whole: tl.constexpr = PIECES * BLOCK_P == HW and K * CG == BLOCK_C
     third_pc = tl.full((BLOCK_P, BLOCK_C), 0, tl.float32)
+    added = load_ahead((), residual_ptr, n, slab, 0, HW, C, K * CG, BLOCK_P, BLOCK_C, PIECES, False)
     for piece in tl.static_range(PIECES):
-        at_pc, inside_pc = tile_at(n, slab, piece * BLOCK_P, HW, C, K * CG, BLOCK_P, BLOCK_C)
+        _, inside_pc = tile_at(n, slab, piece * BLOCK_P, HW, C, K * CG, BLOCK_P, BLOCK_C)
         centred_pc = after(x[piece], done_pc) - centre_c[None, :]
         dx_pc = a_c[None, :] * after(g[piece], done_pc) - centred_pc * b_c[None, :] - d_c[None, :]
         if residual_ptr is not None:
-            dx_pc += tl.load(residual_ptr + at_pc, mask=inside_pc, other=0.0).to(tl.float32)
+            dx_pc += added[piece].to(tl.float32)
+            added = load_ahead(added, residual_ptr, n, slab, piece + 1, HW, C, K * CG, BLOCK_P, BLOCK_C, PIECES, False)
         if ROWS == 3:
             third_pc += dx_pc if whole else tl.where(inside_pc, dx_pc, 0.0)
         done_pc = dx_pc.to(x[piece].dtype)
@@ -226,12 +229,13 @@ def _apply_tiles(
 def parameters_kernel(
     sums_ptr, gamma_ptr, beta_ptr, scale_ptr, dgamma_ptr, dbeta_ptr, dscale_ptr, dshift_ptr, dx_sum_ptr, n_count,
     C: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, SCALE_ROW: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Gradients of gamma, beta, scale and shift from the sums, in one fixed order; a program takes BLOCK_C channels.
 
     With `dx_sum` also the sum of dx, of the third of ROWS rows.
     """
+    wait_for_predecessor(PDL)
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     gamma_c = tl.load(gamma_ptr + c, mask=c < C, other=0.0).to(tl.float32)
     beta_c = tl.load(beta_ptr + c, mask=c < C, other=0.0).to(tl.float32)
@@ -308,6 +312,30 @@ def slab_gradient(
     a_c *= keep_scale(DROPPED)
     d_c += (centre_c - mean_c) * b_c
     return n, slab, x, g, done_pc, centre_c, a_c, b_c, d_c
+
+
+@triton.jit
+def load_ahead(
+    added, residual_ptr, n, slab, DONE: tl.constexpr,
+    HW: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+    PIECES: tl.constexpr, QUARTERS: tl.constexpr,
+):  # fmt: skip
+    """The pieces of the residual that are under way when so many are DONE, in the order in which they are taken.
+
+    Two more than are done before the first, and two for each that is done, whose x and g leave their registers.
+    """
+    if residual_ptr is not None:
+        for step in tl.static_range(2 * DONE, min(2 * DONE + 2, PIECES)):
+            first = place_of(step, PIECES, QUARTERS) * BLOCK_P
+            at_pc, inside_pc = tile_at(n, slab, first, HW, C, WIDTH, BLOCK_P, BLOCK_C)
+            added = added + (tl.load(residual_ptr + at_pc, mask=inside_pc, other=0.0),)  # noqa: RUF005
+    return added
+
+
+@triton.constexpr_function
+def place_of(step, pieces, quarters):
+    """The piece that is taken at this step: the next, or one of each quarter of the map in turn."""
+    return step % 4 * (pieces // 4) + step // 4 if quarters else step
 
 
 @triton.jit

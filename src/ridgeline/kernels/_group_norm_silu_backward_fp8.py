@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ridgeline.kernels._group_norm_silu_backward import slab_gradient
+from ridgeline.kernels._group_norm_silu_backward import load_ahead, place_of, slab_gradient
 from ridgeline.kernels._group_norm_silu_pieces import after, tile_at
 from ridgeline.kernels._op import INTERPRETED
 from ridgeline.kernels._quads import store_quads
@@ -48,13 +48,17 @@ def backward_fp8_kernel(
     third_pc = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
     dx = ()
     z = ()
+    added = load_ahead((), residual_ptr, n, slab, 0, HW, C, K * CG, BLOCK_P, BLOCK_C, PIECES, True)
     for step in tl.static_range(PIECES):
-        at_pc, inside_pc = tile_at(n, slab, place_of(step, PIECES) * BLOCK_P, HW, C, K * CG, BLOCK_P, BLOCK_C)
-        centred_pc = after(x[place_of(step, PIECES)], done_pc) - centre_c[None, :]
+        at_pc, inside_pc = tile_at(n, slab, place_of(step, PIECES, True) * BLOCK_P, HW, C, K * CG, BLOCK_P, BLOCK_C)
+        centred_pc = after(x[place_of(step, PIECES, True)], done_pc) - centre_c[None, :]
         # in this order two fused multiply-adds
-        dx_pc = (a_c[None, :] * after(g[place_of(step, PIECES)], done_pc) - d_c[None, :]) - centred_pc * b_c[None, :]
+        dx_pc = (a_c[None, :] * after(g[place_of(step, PIECES, True)], done_pc) - d_c[None, :]) - centred_pc * b_c[
+            None, :
+        ]
         if residual_ptr is not None:
-            dx_pc += tl.load(residual_ptr + at_pc, mask=inside_pc, other=0.0).to(tl.float32)
+            dx_pc += added[step].to(tl.float32)
+            added = load_ahead(added, residual_ptr, n, slab, step + 1, HW, C, K * CG, BLOCK_P, BLOCK_C, PIECES, True)
         if K * CG < BLOCK_C:
             # padding would be observed
             dx_pc = tl.where(inside_pc, dx_pc, 0.0)
@@ -86,12 +90,6 @@ def backward_fp8_kernel(
         tl.store(to + c, tl.sum(third_pc, 0), mask=c < K * CG)
     elements = tl.where(tl.program_id(0) == 0, tl.num_programs(0).to(tl.int64) * (HW * K * CG), 0)
     record(amax_ptr + row, counts_ptr + row * 3, peak_pc, events_pc, elements)
-
-
-@triton.constexpr_function
-def place_of(step, pieces):
-    """The piece that is taken at this step: one of each quarter in turn."""
-    return step % 4 * (pieces // 4) + step // 4
 
 
 # --- what the scale must follow ------------------------------------------------------------------------------------

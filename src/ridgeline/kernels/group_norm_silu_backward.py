@@ -51,7 +51,7 @@ from ridgeline.kernels._group_norm_silu_call import (
 )
 from ridgeline.kernels._group_norm_silu_dropout import scaled_mask
 from ridgeline.kernels._group_norm_silu_samples import UNET_MAPS, gradient_sample
-from ridgeline.kernels._nhwc import cdiv
+from ridgeline.kernels._nhwc import cdiv, starts_early
 from ridgeline.kernels._op import (
     LastLaunch,
     Launch,
@@ -284,6 +284,7 @@ def parameters_launch(
     sums = launch.arguments["sums_ptr"]
     assert isinstance(sums, Tensor)
     n, parts, rows, c = sums.shape
+    pdl = starts_early(target_of(call.x))
     dgamma, dbeta, dscale, dshift = found
     return Launch(
         parameters_kernel,
@@ -298,11 +299,12 @@ def parameters_launch(
         },
         constants={
             "C": c, "PARTS": parts, "ROWS": rows, "SCALE_ROW": call.constants()["SCALE_ROW"],
-            "BLOCK_N": _BLOCK_N, "BLOCK_C": _BLOCK_C,
+            "BLOCK_N": _BLOCK_N, "BLOCK_C": _BLOCK_C, "PDL": pdl,
         },
         num_warps=4,
         num_stages=1,
         output=dgamma,
+        pdl=pdl,
     )  # fmt: skip
 
 

@@ -58,7 +58,8 @@ class Rung:
 
 _NORMS = ("expand_upsample", "fuse_group_norm_silu")
 _DENSE = ("merge_linears", "add_residual_gradients", "keep_channels_last")
-_OWN = ("fuse_upsample_conv", "fuse_group_norm_silu", "fuse_attention", *_DENSE, "use_convolutions")
+_UPSAMPLED = ("fuse_upsample_conv", "fuse_group_norm_silu", "fuse_attention", *_DENSE, "use_convolutions")
+_OWN = (*_UPSAMPLED, "read_concats")
 
 RUNGS = (
     Rung(
@@ -133,6 +134,14 @@ RUNGS = (
         "upsampling and its convolution as four small ones, where tuning found them faster",
         graph="step",
         one_pass=True,
+        rewrites=_UPSAMPLED,
+        weight_copies=True,
+    ),
+    Rung(
+        "read-concats",
+        "norms and 1x1 convolutions read the two maps of a concatenation, and write their gradients apart",
+        graph="step",
+        one_pass=True,
         rewrites=_OWN,
         weight_copies=True,
     ),
@@ -174,9 +183,9 @@ class Conditions:
 
     def __post_init__(self) -> None:
         if self.batch < 1:
-            raise UsageError(f"ladder: batch must be at least 1, got {self.batch}")
+            raise UsageError(f"batch must be at least 1, got {self.batch}")
         if self.preset not in PRESETS:
-            raise UsageError(f"ladder: preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
+            raise UsageError(f"preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
 
     @property
     def network(self) -> UNetConfig:
@@ -196,7 +205,7 @@ def chosen(names: Sequence[str]) -> tuple[Rung, ...]:
     """The rungs of these names, in their order. Raises UsageError for a name that is none."""
     for name in names:
         if name not in BY_NAME:
-            raise UsageError(f"ladder: rung must be one of {', '.join(BY_NAME)}, got {name!r}")
+            raise UsageError(f"rung must be one of {', '.join(BY_NAME)}, got {name!r}")
     return tuple(BY_NAME[name] for name in names)
 
 
@@ -208,8 +217,8 @@ def images_of(conditions: Conditions) -> Images:
     images = load_images(conditions.data, size=side)
     if images.shape[3] != channels:
         raise UsageError(
-            f"ladder: '{conditions.data}' holds images of {images.shape[3]} channels, and the network takes {channels}:"
-            f" give colour images, or no --data for random ones"
+            f"'{conditions.data}' holds images of {images.shape[3]} channels, and the network takes {channels}: "
+            f"give colour images, or no --data for random ones"
         )
     return images
 
