@@ -34,9 +34,10 @@ from ridgeline.own_process import call_apart
 from ridgeline.step_recipe import NAMED
 from ridgeline.train_step import TrainStep
 from ridgeline.workloads.checkpoint import checkpoints
+from ridgeline.workloads.image_sets import load_images
 from ridgeline.workloads.run_log import Line, read_log
 from ridgeline.workloads.settings import FILE, Settings, settings_for
-from ridgeline.workloads.training import LOG, Step, StepParts, choose_device, step_maker, train
+from ridgeline.workloads.training import LOG, Step, StepParts, choose_device, named_step, step_maker, train
 
 SUBJECT = "ddpm-quality"
 BUDGET_S = 3600.0
@@ -109,6 +110,9 @@ def _train_all(a: argparse.Namespace) -> tuple[Conditions, int]:
     chosen = [(recipe, seed, _settings(a, recipe, seed)) for recipe, seed in wanted]
     device = choose_device(a.device)
     where = _rows.machine(device.type)
+    # what cannot be read is refused before anything is begun, and the sets are decoded for all runs
+    load_images(a.data, split="train", size=a.size)
+    load_images(a.val, split="test", size=a.size)
     conditions = Conditions(Path(a.data).name, Path(a.val).name, a.steps, a.batch, a.preset, a.size, where.gpu)
     failed = 0
     for recipe, seed, settings in chosen:
@@ -137,7 +141,7 @@ def run(job: Job) -> None:
     written = -1
 
     def make_step(parts: StepParts) -> Step:
-        steps.append(step_maker(job.settings.recipe, parts.example_batch.device)(parts))
+        steps.append(_step(job.settings.recipe, parts))
         return steps[-1]
 
     def report(_line: Line | None) -> None:
@@ -154,6 +158,12 @@ def run(job: Job) -> None:
     with _alone(job.folder):
         train(job.settings, job.folder, resume=True, device=job.device, report=report, make_step=make_step)
         report(None)
+
+
+def _step(recipe: str, parts: StepParts) -> Step:
+    device = parts.example_batch.device
+    # a CPU is there to try the script out, with the eager steps of a recipe
+    return named_step(recipe, parts) if device.type == "cpu" and recipe in NAMED else step_maker(recipe, device)(parts)
 
 
 @contextmanager
@@ -292,7 +302,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=128, help="images a step (default %(default)s)")
     parser.add_argument("--preset", default="cifar10", help="network (default %(default)s)")
     parser.add_argument("--size", type=int, help="crop to squares and resize to so many pixels; default: as they are")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is slow, and to try things out")
     parser.add_argument("--runs", type=Path, default=_rows.ROOT / "out" / SUBJECT, help="folders of the runs")
     parser.add_argument("--force", action="store_true", help="begin all runs anew, whatever there is of them")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="for one run (default %(default)s)")

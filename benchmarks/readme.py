@@ -29,6 +29,7 @@ PAGES = (
 RESULTS = ROOT / "benchmarks" / "results"
 STEPS = ("writeup-0", "writeup-3", "writeup-5", "side-stream", "own-fp8")  # on the front page
 SCALES, RIVALS, OURS = "nsmlx", ("eager", "torch.compile"), "ridgeline"
+NETS = {"resnet50": "ResNet-50", "convnext_t": "ConvNeXt-T"}
 BLOCK = re.compile(r"(<!-- table:(?P<name>[\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
@@ -150,6 +151,26 @@ def ladder(rows: list[dict], names: Iterable[str] = ddpm_ladder.BY_NAME) -> str:
     )
 
 
+def nets(rows: list[dict]) -> str:
+    """Training steps of other networks in a recipe of ours beside torch.compile in one graph, of its newest run."""
+    runs: dict[str, dict[str, dict[str, dict]]] = {}
+    for row in rows:
+        if row["subject"] in NETS and row["region"] == "step" and row["gpu"] != "cpu":
+            runs.setdefault(row["subject"], {}).setdefault(row["run"], {})[row["recipe"]] = row
+    lines = []
+    for subject, by_run in runs.items():
+        both = [recipes for recipes in by_run.values() if {"writeup-5", "bf16"} <= recipes.keys()]
+        if both:
+            rival, ours = both[-1]["writeup-5"], both[-1]["bf16"]
+            cells = (
+                f"{NETS[subject]}, {ours['shape']}",
+                units.seconds(rival["median_s"]),
+                units.seconds(ours["median_s"]),
+            )
+            lines.append(f"| {' | '.join(cells)} | {rival['median_s'] / ours['median_s']:.2f} |")
+    return _table('images a step | `"writeup-5"` | `"bf16"` | ratio', lines)
+
+
 def loop(rows: list[dict], library: str) -> str:
     """A sentence on a library's loop as it was and changed, of the newest run that timed both on a GPU."""
     runs: dict[str, dict[str, dict]] = {}
@@ -182,6 +203,7 @@ TABLES = {  # as they stand in PAGES
     "conv-kernels": conv_kernels,
     "ladder": ladder,
     "loop-diffusers": partial(loop, library="diffusers"),
+    "nets": nets,
 }
 
 if __name__ == "__main__":

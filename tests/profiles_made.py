@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from ridgeline.finding import Abstention, Finding, Saving
 from ridgeline.profile_record import (
+    UNTRACED,
     Bar,
     CopyRow,
     KernelRow,
@@ -142,8 +143,13 @@ def made(
     busy_s = sum(row.total_s for row in rows)
     categories = dict.fromkeys(row.category for row in rows)
     bars = [Bar(name, sum(row.total_s for row in rows if row.category == name), False) for name in categories]
-    bars += [Bar(BUBBLES[cause], idle_s, True) for cause, idle_s in idle.items()]
     step_s = busy_s + sum(idle.values())
+    # what the profiler adds lies in the gaps
+    shrunk = (wall.median_s - busy_s) / sum(idle.values()) if wall and idle and busy_s < wall.median_s < step_s else 1.0
+    idle = {cause: shrunk * idle_s for cause, idle_s in idle.items()}
+    bars += [Bar(BUBBLES[cause], idle_s, True) for cause, idle_s in idle.items()]
+    beyond_s = wall.median_s - step_s if wall else 0.0
+    bars += [Bar(UNTRACED, beyond_s, True)] if beyond_s > 1e-9 else []
     left, remaining = wall.median_s if wall else step_s, []
     for finding in findings:
         left -= finding.saving.mid_s if finding.saving else 0.0

@@ -431,7 +431,8 @@ def test_rows_stand_beside_the_rung_before():
 
 
 def test_the_table_holds_the_writeups_beside_ours():
-    text = render(LADDER, [Missing(BY_NAME["nchw"], "given up after 9 s: raise --budget-s", 1)], width=200)
+    lost = Missing(BY_NAME["nchw"], "given up after 9 s: raise --budget-s", 1)
+    text = render([LADDER[0], lost, *LADDER[1:]], width=200)
     lines = text.splitlines()
     assert re.fullmatch("subject +DDPM training step, batch 128, bf16 autocast, random images", lines[0])
     assert "NVIDIA H200, driver 570.1, power limit 700 W, 1980 MHz after the first rung" in text
@@ -441,6 +442,41 @@ def test_the_table_holds_the_writeups_beside_ours():
     assert " ".join(last.split()).endswith(cells)
     assert "host-bound: GPU busy 55% of the wall" in text
     assert lines[-1].split(maxsplit=1) == ["nchw", "given up after 9 s: raise --budget-s"]
+
+
+def test_a_ladder_without_a_number_says_why():
+    lost = [Missing(BY_NAME["nchw"], "the network broke", 5)]
+    for output_format in ("table", "md"):
+        text = render(lost, output_format)
+        assert "not measured" in text and "the network broke" in text and "each rung" not in text
+    assert json.loads(render(lost, "json")) == {
+        "rows": [],
+        "missing": [{"rung": "nchw", "reason": "the network broke"}],
+    }
+    assert render(lost, "csv") == ",".join(field.name for field in fields(LadderRow))
+
+
+def test_the_example_of_the_page_prints_rungs_with_and_without_numbers(monkeypatch, capsys):
+    page = (Path(__file__).parents[1] / "docs" / "howto-ddpm-ladder.md").read_text(encoding="utf-8")
+    code = page.partition("## In Python")[2].partition("```python\n")[2].partition("```")[0]
+    asked = []
+
+    def climb(rungs, conditions):
+        asked.append((tuple(rung.name for rung in rungs), conditions.batch))
+        return iter([LADDER[2], Missing(rungs[1], "the network broke", 5)])
+
+    monkeypatch.setattr(bench, "climb", climb)
+    exec(compile(code, "<howto-ddpm-ladder.md>", "exec"), {"__name__": "__main__"})
+    shown = capsys.readouterr().out
+    assert asked == [(("writeup-5", "one-pass"), 64)]
+    assert re.search(r"^writeup-5 .*21\.95", shown, re.MULTILINE)
+    assert re.search(r"^one-pass +the network broke$", shown, re.MULTILINE)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_climb_without_a_gpu_is_refused_at_the_call():
+    with pytest.raises(EnvironmentUnusable, match="the ladder is timed on a GPU and torch sees none"):
+        bench.climb(RUNGS, Conditions())
 
 
 def test_formats_agree():
@@ -490,7 +526,7 @@ def climbed(monkeypatch):
 def test_the_command_prints_the_table_and_keeps_the_rows(climbed, capsys, tmp_path):
     out = tmp_path / "rows.jsonl"
     names = ["writeup-0", "writeup-2", "nchw", "writeup-5"]
-    argv = ["bench", "ddpm", "--ladder", "--rung", *names, "--out", str(out), "--format", "json", "--batch", "64"]
+    argv = ["bench", "ddpm", "--rung", *names, "--out", str(out), "--format", "json", "--batch", "64"]
     assert main([*argv, "--budget-s", "9", "--at-once", "4"]) == 5
     shown = capsys.readouterr()
     found = json.loads(shown.out)
@@ -512,13 +548,17 @@ def test_the_whole_ladder_or_its_last_rung(flags, asked, climbed, capsys):
 def test_refusals_come_before_the_work(climbed, capsys, tmp_path):
     (tmp_path / "a_file").write_text("")
     for flags, reason in (
-        (["--batch", "0"], "ladder: batch must be at least 1, got 0"),
-        (["--rung", "writeup-8"], "ladder: rung must be one of writeup-0"),
+        (["--batch", "0"], "batch must be at least 1, got 0"),
+        (["--rung", "writeup-8"], "rung must be one of writeup-0"),
         (["--data", "absent.zip"], "data 'absent.zip' does not exist"),
         (["--out", str(tmp_path / "a_file" / "rows.jsonl")], "cannot write"),
     ):
         assert main(["bench", "ddpm", *flags]) == 2
         assert capsys.readouterr().err.startswith(f"ridgeline bench: {reason}")
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "ddpm", "--ladder", "--rung", "nchw"])
+    assert stop.value.code == 2
+    assert "argument --rung: not allowed with argument --ladder" in capsys.readouterr().err
     assert climbed == []
 
 

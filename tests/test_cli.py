@@ -1,12 +1,15 @@
 """The command end to end: what stands on stdout, what on stderr, which exit code, and that all formats agree."""
 
+import argparse
 import csv
 import io
 import json
+import logging
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ import ridgeline
 from graphs import by_reference
 from planted import plant, scale_a_weight
 from ridgeline import compiler, units
-from ridgeline.cli import main
+from ridgeline.cli import _parser, main
 from ridgeline.report import from_dict
 from ridgeline.workloads import ddpm_ladder
 from tiny_detector import TinyDetector, save_pictures
@@ -209,7 +212,12 @@ def test_a_module_in_the_working_directory(run, folder):
         ("roofline net.py:build --gpu L4 --batch two", 2, "argument --batch: invalid int value: 'two'"),
         ("roofline net.py:build --gpu L4 --batch 0", 2, "--batch must be at least 1, got 0"),
         ("roofline net.py:build --gpu L4 --rows -1", 2, "argument --rows: must be a whole number of at least 0"),
-        ("roofline net.py:build --gpu L4 --bogus", 2, "unrecognized arguments: --bogus"),
+        (
+            "roofline net.py:build --gpu L4 --bogus",
+            2,
+            "ridgeline roofline: unrecognized arguments: --bogus; `ridgeline r",
+        ),
+        ("cache ls --bogus", 2, "ridgeline cache ls: unrecognized arguments: --bogus"),
         ("roofline net.py:frozen --gpu L4 --batch 2", 2, "unexpected keyword argument 'batch'"),
         ("roofline net.py:frozen --gpu L4 --train", 2, "no parameter that requires a gradient"),
         ("roofline net.py:asks --gpu L4", 2, "Asks asks for the values of a tensor"),
@@ -221,13 +229,31 @@ def test_a_module_in_the_working_directory(run, folder):
         ("detect absent.jpg", 2, "'absent.jpg' does not exist"),
         ("detect net.py --weights absent.pt", 2, "weights file 'absent.pt' does not exist"),
         ("detect net.py --weights net.py", 2, "weights file 'net.py' must be"),
+        ("detect net.py --weights .", 2, "weights file '.' is a folder"),
+        (
+            "detect net.py --dtype tf32 --device cpu",
+            3,
+            "ridgeline detect: --dtype tf32: the CPU has no TF32 products: use",
+        ),
         ("detect net.py --model yolo99", 2, "no weights are known for model 'yolo99'"),
         ("verify", 2, "the following arguments are required: MODEL"),
         ("verify yolo99", 2, "unknown model 'yolo99'"),
         ("verify yolo26n --weights absent.pt", 2, "weights file 'absent.pt' does not exist"),
         ("verify yolo26n --images absent", 2, "'absent' does not exist"),
         ("verify yolo26n --size 65", 2, "must be a positive multiple of 32, got 65"),
-        ("tune yolo26n --dtype fp8", 2, "--dtype fp8 is for ddpm's training step"),
+        ("verify yolo26n --size 0", 2, "must be a positive multiple of 32, got 0"),
+        ("verify yolo26n --size 100000", 2, "image size must be at most 4096, got 100000"),
+        ("tune yolo26n --dtype fp8", 2, "ridgeline tune: --dtype fp8 is for ddpm's training step"),
+        ("tune ddpm --batch 0", 2, "ridgeline tune: batch must be at least 1, got 0"),
+        (
+            "cache clear --op nope",
+            2,
+            "ridgeline cache: no table of the user's fits --op nope: `ridgeline cache ls` lists",
+        ),
+        ("cache clear --gpu nope --op nope", 2, "no table of the user's fits --op nope --gpu nope"),
+        ("cache clear --op !!", 2, "argument --op: must have a letter or digit, got '!!'"),
+        ("cache export out --gpu nope", 2, "no table of the present kernels fits --gpu nope"),
+        ("cache export net.py", 2, "ridgeline cache: cannot write net.py/"),
         ("verify yolo26n --dtype fp8", 2, "argument --dtype: invalid choice: 'fp8'"),
         ("verify yolo26n --limit-map 1.5", 2, "the limit of mAP must lie in 0..1, got 1.5"),
         ("verify yolo26n --limit-factor 0", 2, "error_factor must be at least 1, got 0.0"),
@@ -275,6 +301,28 @@ def test_a_reader_that_leaves_is_no_failure():
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_warnings_of_the_library_are_lines_of_the_verb(run, folder, monkeypatch):
+    monkeypatch.setattr(logging.root, "handlers", [])  # as outside pytest
+    table = folder / "cache" / "tuned" / "some-gpu" / "conv2d_act.json"
+    table.parent.mkdir(parents=True)
+    table.write_text("{")
+    code, _, err = run("cache", "ls")
+    assert code == 0
+    assert re.fullmatch(rf"ridgeline cache: {table}: ignored, no readable table \(.*\)\n", err)
+
+
+def test_every_argument_says_what_it_is():
+    def silent(parser: argparse.ArgumentParser) -> Iterator[str]:
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for verb in action.choices.values():
+                    yield from silent(verb)
+            elif not action.help:
+                yield f"{parser.prog} {action.metavar or action.option_strings}"
+
+    assert list(silent(_parser())) == []
 
 
 def test_version_and_help():
@@ -433,6 +481,24 @@ def test_compiled_detections_are_those_of_the_reference(run, test_data, letterbo
             assert near, f"{found['image']}: {box} is not in the reference"
             left.remove(near[0])
         assert left == [], f"{found['image']}: reference rows {left} were not found"
+
+
+def test_sizes_that_fill_the_memory_are_refused(run, tiny):
+    code, out, err = run("detect", "pictures", "--size", "100000")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "image size must be at most 4096, got 100000" in err
+
+
+def test_a_damaged_file_in_the_cache_is_named_by_its_path(run, folder):
+    save_pictures(folder / "pictures", 1)
+    path = folder / "cache" / "weights" / "yolo26n.pt"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"PK\x03\x04" + bytes(100))
+    code, out, err = run("detect", "pictures", "--device", "cpu")
+    assert (code, out) == (2, "")
+    assert (
+        err == f"ridgeline detect: weights file '{path}' is truncated (its zip directory is missing): fetch it again\n"
+    )
 
 
 # --- tune ----------------------------------------------------------------------------------------------------------

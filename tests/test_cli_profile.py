@@ -55,7 +55,7 @@ def test_a_trace_is_explained(capsys, tmp_path):
     code, out, err = ridgeline_(capsys, "explain", LOADER, "--format", "json", "--html", page)
     assert code == 0
     found = json.loads(out)
-    assert found["schema_version"] == 1
+    assert found["schema_version"] == 2
     assert found["findings"][0]["rule"] == "H1"
     assert found["wall"]["n"] == 30
     assert found["coverage"] == pytest.approx(1, abs=0.05)
@@ -75,10 +75,14 @@ def test_a_bare_trace_is_explained_and_says_what_is_missing(capsys, tmp_path):
 
 
 def test_facts_may_lie_elsewhere(tmp_path):
-    shutil.copy(LOADER, tmp_path / "theirs.json.gz")
-    found = explain(tmp_path / "theirs.json.gz", facts=TRACES / "loader-bound.facts.json")
+    shutil.copy(LOADER, tmp_path / LOADER.name)
+    found = explain(tmp_path / LOADER.name, facts=TRACES / "loader-bound.facts.json")
     assert found.wall == WallTime(0.052772099999998545, 0.05267018924999434, 0.05294622674999516, 30)
-    assert found.subject == "theirs"
+    assert found.subject == "loader-bound"
+    # beside a trace the name of the file says whose they are
+    shutil.copy(LOADER, tmp_path / "theirs.json.gz")
+    shutil.copy(TRACES / "loader-bound.facts.json", tmp_path / "theirs.facts.json")
+    assert explain(tmp_path / "theirs.json.gz").wall == found.wall
 
 
 def test_kernels_of_a_graph_get_the_names_of_an_eager_trace():
@@ -106,7 +110,16 @@ def test_ceilings_come_from_the_trace_the_sheet_or_the_doctor(tmp_path):
 def test_another_gpu_may_be_named(capsys):
     code, out, _ = ridgeline_(capsys, "explain", LOADER, "--gpu", "NVIDIA L4", "--format", "json")
     assert code == 0
-    assert json.loads(out)["gpu"] == "NVIDIA L4"
+    found = json.loads(out)
+    assert (found["gpu"], found["ceilings_gpu"]) == ("NVIDIA H200", "NVIDIA L4")
+    assert found["extra"]["caution"].startswith("the trace is from NVIDIA H200 and the ceilings are those of NVIDIA L4")
+    assert found["peaks"]["bandwidth"] == 300e9
+    for output_format in ("table", "md"):
+        said = " ".join(ridgeline_(capsys, "explain", LOADER, "--gpu", "L4", "--format", output_format)[1].split())
+        assert "ceilings are those of NVIDIA L4" in said
+        assert "NVIDIA L4: cuda fp32" in said
+    _, out, _ = ridgeline_(capsys, "explain", LOADER, "--gpu", "H200", "--format", "json")
+    assert (json.loads(out)["ceilings_gpu"], "caution" in json.loads(out)["extra"]) == ("", False)
 
 
 def test_a_trace_of_fewer_kernels_than_the_gpu_worked_is_not_diagnosed(capsys, tmp_path):
@@ -191,7 +204,7 @@ def test_a_run_is_shown_in_every_format(capsys, run, tmp_path):
     _, comma, _ = ridgeline_(capsys, "report", run, "--format", "csv")
     rows = list(csv.DictReader(io.StringIO(comma)))
     profile = read_profile(run)
-    assert sum(float(row["total_seconds"]) for row in rows) == pytest.approx(profile.traced_step_s)
+    assert sum(float(row["total_seconds"]) for row in rows) == pytest.approx(profile.step_s)
     _, data, _ = ridgeline_(capsys, "report", run, "--format", "json", "--html", tmp_path / "run.html")
     assert json.loads(data)["subject"] == "loader-bound"
     assert (tmp_path / "run.html").stat().st_size < 500_000
@@ -226,6 +239,10 @@ def test_a_regression_fails_in_continuous_integration(capsys, run, slower):
     code, out, err = ridgeline_(capsys, "diff", "absent.json", run, "--fail-on", "wall>3")
     assert (code, out) == (2, "")
     assert "'wall>3' is no limit" in err
+    for figure in ("wal>3%", "category:layuot>3%", "kernel:absent>1us"):
+        code, out, err = ridgeline_(capsys, "diff", run, slower, "--fail-on", "wall>3%", "--fail-on", figure)
+        assert (code, out) == (2, "")
+        assert err.count("\n") == 1
 
 
 def test_profiles_of_two_things_are_not_compared_by_mistake(capsys, run, tmp_path):
@@ -234,6 +251,9 @@ def test_profiles_of_two_things_are_not_compared_by_mistake(capsys, run, tmp_pat
     assert code == 2
     assert "not of one subject" in err
     assert ridgeline_(capsys, "diff", run, other, "--unlike", "--format", "md")[0] == 0
+    code, out, err = ridgeline_(capsys, "diff", run, other, "--unlike", "--fixed", "H1")
+    assert (code, out) == (2, "")
+    assert "a fix is scored on one subject and GPU" in err
 
 
 def test_a_fix_is_scored(capsys, run, tmp_path):
@@ -251,8 +271,8 @@ def test_a_fix_is_scored(capsys, run, tmp_path):
     code, out, _ = ridgeline_(capsys, "explain", after)
     assert "Promised and brought" in out and "inside the interval" in out
     assert "Promised and brought" in ridgeline_(capsys, "report", after)[1]
-    code, _, err = ridgeline_(capsys, "diff", run, after, "--fixed", "K99")
-    assert code == 2
+    code, out, err = ridgeline_(capsys, "diff", run, after, "--fixed", "K99")
+    assert (code, out) == (2, "")
     assert "no finding K99" in err
 
 

@@ -491,6 +491,17 @@ def test_a_module_whose_results_vary_blames_no_rewrite():
         compiler.compile(Drifting().eval(), X, FP32)
 
 
+def test_a_module_that_plain_pytorch_cannot_compute_finely_enough_is_told_the_remedy():
+    class Rounded(nn.Module):
+        """In float64 another function than in fp32."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.double().mul(1 + 1e-3).float() if torch.compiler.is_compiling() else x * 1
+
+    with pytest.raises(VerificationFailed, match=r"; no rewrite is to blame: allow more with Recipe\(limits=Limits\("):
+        compiler.compile(Rounded().eval(), X, FP32)
+
+
 def test_a_wrong_detector_is_found(monkeypatch):
     """One box edge of the head off by a tenth of a grid cell."""
 

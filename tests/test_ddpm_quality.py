@@ -194,7 +194,9 @@ def test_a_run_waits_for_another_in_its_folder(small):
         (("--data", "train.npz"), "--val is needed"),
         (options("--seeds", "0", runs="train.npz/runs"), "'train.npz/runs' cannot be written (Not a directory)"),
         (options("--recipe", "int4"), "recipe must be one of auto, eager, graph, bf16"),
-        (options("--seeds", "-1"), "seed must be a whole number of at least 0"),
+        (options("--seeds", "-1"), "seed must be a whole number from 0 to "),
+        (options("--data", "absent.npz"), "'absent.npz' does not exist"),
+        (options("--val", "absent.npz"), "'absent.npz' does not exist"),
         (["--out", "absent.jsonl"], "'absent.jsonl' has no rows of ddpm-quality"),
         (["--out", "damaged.jsonl"], "'damaged.jsonl', line 2, is no row"),
     ],
@@ -206,8 +208,19 @@ def test_bad_input_is_one_sentence_and_its_exit_code(arguments, says, monkeypatc
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(FOLDER / "ddpm_quality.py"), run_name="__main__")
     assert stop.value.code == 2
-    message = capsys.readouterr().err
+    out, message = capsys.readouterr()
     assert message.startswith("benchmarks/ddpm_quality.py: ") and says in message and message.count("\n") == 1
+    assert "from step" not in out or "cannot be written" in says
+
+
+def test_a_cpu_is_taken_only_where_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    arguments = options()
+    at = arguments.index("--device")
+    del arguments[at : at + 2]
+    with pytest.raises(EnvironmentUnusable, match="torch sees no CUDA GPU; use --device cpu"):
+        quality.main(arguments)
+    assert not Path("runs").exists()
 
 
 # --- verdicts --------------------------------------------------------------------------------------------------------

@@ -66,6 +66,12 @@ def section(text: str, heading: str) -> str:
     return found[0] if found else ""
 
 
+def options_section(text: str, words: str) -> str:
+    """What stands below "Options of `ridgeline WORDS`", else below the verb's own heading."""
+    own = text.partition(f"### Options of `ridgeline {words}`\n")[2].partition("\n### ")[0]
+    return own or section(text, f"ridgeline {words.split()[0]}")
+
+
 # --- the reference is complete ---------------------------------------------------------------------------------------
 
 
@@ -79,7 +85,7 @@ def undocumented_fields(text: str, name: str) -> list[str]:
 
 
 def undocumented_options(text: str, verb: str, parser: argparse.ArgumentParser) -> Iterator[str]:
-    own = section(text, f"ridgeline {verb}")
+    own = section(text, f"ridgeline {verb}") or options_section(text, verb)
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction):
             continue
@@ -89,8 +95,15 @@ def undocumented_options(text: str, verb: str, parser: argparse.ArgumentParser) 
         yield from (choice for choice in action.choices or () if f"`{choice}`" not in own)
 
 
+def nested(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers below a verb's, by name: of `train` that is `ddpm`."""
+    groups = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return {name: below for group in groups for name, below in group.choices.items()}
+
+
 def invented_options(text: str, verb: str, parser: argparse.ArgumentParser) -> set[str]:
-    known = {name for action in parser._actions for name in action.option_strings}
+    parsers = (parser, *nested(parser).values())
+    known = {name for each in parsers for action in each._actions for name in action.option_strings}
     return set(re.findall(r"--[a-z][a-z0-9-]*", section(text, f"ridgeline {verb}"))) - known
 
 
@@ -114,6 +127,12 @@ def test_every_option_is_listed(verb):
     assert invented_options(read(REFERENCE), verb, verbs()[verb]) == set()
 
 
+@pytest.mark.parametrize("words", [f"{verb} {name}" for verb, parser in verbs().items() for name in nested(parser)])
+def test_every_option_of_a_nested_verb_is_listed(words):
+    verb, name = words.split()
+    assert list(undocumented_options(read(REFERENCE), words, nested(verbs()[verb])[name])) == []
+
+
 def test_every_exit_code_is_listed():
     table = read(REFERENCE).partition("### Exit codes")[2]
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)} == exit_codes() | {1}
@@ -131,6 +150,9 @@ def test_completeness_checks_can_fail():
     assert list(undocumented_options("### `ridgeline run`\n`--gpu-id` `--new-one` `L4` `one`", "run", parser)) == [
         "--gpu"
     ]
+    below = "### `ridgeline run`\n`--gpu` `L4` `one`\n### Options of `ridgeline run fast`\n`--new-one`"
+    assert list(undocumented_options(below, "run fast", parser)) == ["--gpu", "one", "L4"]
+    assert list(undocumented_options(below, "run slow", parser)) == ["--new-one"]
     assert invented_options("### `ridgeline run`\n`--gpu` `--cpu`\n### next\n--other", "run", parser) == {"--cpu"}
 
 

@@ -44,6 +44,13 @@ def test_a_right_build_errs_as_plain_pytorch_does():
             assert layer.verdict.max_error >= layer.verdict.rms_error > 0
 
 
+def test_a_kernel_may_err_as_plain_pytorch_does_in_either_layout():
+    """Sums of channels-last maps err more on a CPU, and kernels compute those."""
+    layers = drift(in_a_row(nn.Conv2d(256, 256, 3, padding=1)), (image(1, 256, 14, 14).contiguous(),), FP32)
+    assert [layer.op for layer in layers] == ["conv2d_act"] and 0 < layers[0].excess < 1
+    assert layers[0].verdict is not None and layers[0].own_rms * 2 < layers[0].verdict.allowed_rms
+
+
 def test_rows_name_module_and_line():
     layers = drift(in_a_row(Conv(3, 8, 3), nn.Conv2d(8, 4, 1)), (image(1, 3, 6, 6),), replace(FP32, rewrites=APART))
     assert layers[0].where.startswith("layers.0.act (activation.py:")

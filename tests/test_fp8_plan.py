@@ -13,9 +13,11 @@ from ridgeline import fp8_text
 from ridgeline.cli import main
 from ridgeline.cost import trace_forward, trace_train_step
 from ridgeline.errors import EnvironmentUnusable, UsageError
-from ridgeline.fp8_plan import QUANTISE, fp8_plan
+from ridgeline.fp8_plan import _ARCHITECTURES, QUANTISE, fp8_plan
 from ridgeline.models.ddpm_unet import ddpm_cifar10
 from ridgeline.specs import find_spec
+from ridgeline.train_rewrites import fp8_passes
+from ridgeline.train_rewrites.convolution_calls import Convolution
 
 RTX_4070 = find_spec("RTX 4070")
 
@@ -72,6 +74,45 @@ def test_the_write_up_on_its_gpu(ddpm):
     assert 20e-3 < plan.before_s - plan.after_s < 33e-3
 
 
+def test_what_the_pass_leaves_alone_does_not_gain(ddpm):
+    layers = fp8_plan(ddpm, find_spec("H200")).layers
+    embeddings = [layer for layer in layers if layer.layer.endswith(("time_in", "time_out", "scale_shift"))]
+    assert len(embeddings) == 20
+    assert all(not layer.chosen and layer.reason.startswith("one row an image (128)") for layer in embeddings)
+    # so it says of all of them, and of linear layers over tokens the opposite
+    assert not any(layer.chosen for layer in layers if " @ 512x" in layer.shape)
+    assert all(layer.fp8_s for layer in layers if layer.layer.endswith("qkv"))
+
+
+@pytest.mark.parametrize("side", [12, 16, 6])
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"kernel_size": 3, "padding": 1},
+        {"kernel_size": 3, "padding": 1, "stride": 2},
+        {"kernel_size": 3},
+        {"kernel_size": 1},
+        {"kernel_size": 5, "padding": 2},
+        {"kernel_size": (1, 3), "padding": (0, 1)},
+        {"kernel_size": (1, 3), "padding": 1},
+        {"kernel_size": 3, "padding": 2, "dilation": 2},
+    ],
+    ids=str,
+)
+def test_the_passes_are_those_that_have_kernels(choices, side):
+    conv = nn.Conv2d(64, 48, **choices, bias=False)
+    first = nn.Conv2d(64, 64, 1, bias=False)
+    layer = fp8_plan(trained(nn.Sequential(first, conv), torch.empty(4, 64, side, side)), RTX_4070).layers[1]
+    # the rewrite looks at dilation before it makes one of these
+    like = Convolution((4, 64, side, side), tuple(conv.weight.shape), conv.padding, torch.bfloat16, torch.device("cpu"))
+    if conv.stride != (1, 1) or conv.dilation != (1, 1) or not fp8_passes.takes(like):
+        assert not layer.fp8_s and not layer.chosen and layer.reason
+    else:
+        names = {"fprop": "forward", "dgrad": "dgrad", "wgrad": "wgrad"}
+        possible = {names[name] for name in fp8_passes.PASSES if name not in fp8_passes.impossible_passes(like)}
+        assert set(layer.fp8_s) == possible and set(layer.chosen) <= possible
+
+
 def test_cheaper_quantising_gains_more(ddpm):
     after = [fp8_plan(ddpm, find_spec("H200"), quantise=name).after_s for name in ("dynamic", "static", "fused")]
     assert after == sorted(after, reverse=True) and len(set(after)) == 3
@@ -97,8 +138,11 @@ def test_refusals():
     with pytest.raises(UsageError, match="quantise must be one of static, dynamic, fused, got 'none'"):
         fp8_plan(calls, RTX_4070, quantise="none")
     half = trace_forward(nn.Conv2d(64, 64, 3).eval(), (torch.empty(4, 64, 16, 16),), dtype=torch.float16).calls
-    with pytest.raises(EnvironmentUnusable):
+    with pytest.raises(EnvironmentUnusable, match=r"has no FP8 unit: leave --fp8 out"):
         fp8_plan(half, find_spec("A100-40GB"))
+    with pytest.raises(EnvironmentUnusable, match=r"is sm_100, and the FP8 kernels here are for sm_89, sm_90, sm_120"):
+        fp8_plan(half, find_spec("B200"))
+    assert _ARCHITECTURES == fp8_passes.ARCHITECTURES
 
 
 def test_every_format_has_every_layer(ddpm):
@@ -123,5 +167,7 @@ def test_the_command_line(capsys):
     assert (code, err) == (0, "") and "with FP8" in out and "delayed scaling" in out
     code, out, err = run("yolo26n", "--fp8", "--html", "x.html")
     assert (code, out) == (2, "") and "--html" in err
-    code, out, err = run("yolo26n", "--gpu", "A100-40GB", "--fp8", "fused")
-    assert (code, out) == (3, "") and len(err.splitlines()) == 1
+    for train in ((), ("--train",)):
+        code, out, err = run("yolo26n", "--gpu", "T4", "--fp8", "fused", *train)
+        assert (code, out) == (3, "") and len(err.splitlines()) == 1
+        assert "has no FP8 unit: leave --fp8 out" in err and "--dtype" not in err

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -86,6 +89,34 @@ def test_the_modules_own_refusal_passes_through():
 def test_a_wrong_shape_is_named_with_its_line():
     with pytest.raises(NotEngaged, match=r"Net cannot be exported: Given groups=1, .* instead \(.*:\d+\)"):
         export(net(lambda m, x: m.a(x), **LAYERS), (image(1, 3, 6, 6),))
+
+
+def test_a_view_that_channels_last_maps_do_not_have_is_named_with_its_line():
+    with pytest.raises(
+        NotEngaged, match=r"Cannot view .* \(test_graph.py:\d+\): .* which reshape takes and view may not"
+    ):
+        exported(lambda m, x: m.a(x).view(2, -1))
+    assert targets(exported(lambda m, x: m.a(x).reshape(2, -1)))["conv2d"] == 1
+
+
+def branches(m: nn.Module, x: Tensor) -> Tensor:
+    print("a line of the module's own", file=sys.stderr)
+    y = m.a(x)
+    return y if y.sum() > 0 else -y
+
+
+def test_a_branch_on_values_is_one_sentence_without_the_graph_so_far(capfd, caplog):
+    refusal = (
+        r"^Net cannot be exported: it branches on the values of a tensor \(test_graph.py:\d+\): choose by torch\.where"
+    )
+    with pytest.raises(NotEngaged, match=refusal), caplog.at_level(logging.DEBUG, "ridgeline.graph"):
+        export(net(branches, **LAYERS), (X,))
+    out, err = capfd.readouterr()
+    # what the module says itself is kept, once a trace
+    assert out == "" and set(err.splitlines()) == {"a line of the module's own"}
+    assert any(
+        "aten.item.default" in record.getMessage() for record in caplog.records if record.name == "ridgeline.graph"
+    )
 
 
 def test_dropout_in_eval_mode_shares_memory_where_that_matters():

@@ -173,9 +173,9 @@ def test_anything_else_is_no_limit(expression):
         (DIFF, "category:layout>0s", False),
         (BACK, "category:pointwise>0%", False),  # within its spread
         (BACK, "category:softmax>0s", False),  # in neither
-        (BACK, "idle:sync>1ms", True),
+        (BACK, "idle:sync>0.2ms", True),
         (BACK, "idle:compile>0s", False),
-        (BACK, "idle>5ms", True),
+        (BACK, "idle>0.4ms", True),
         (BACK, "kernel:triton_red_fused__to_copy_native_group_norm_silu_6>3%", True),
         (BACK, "kernel:triton_red_fused__to_copy_native_group_norm_silu_6>4%", False),
     ],

@@ -94,8 +94,20 @@ def test_a_page_without_a_fix_worth_a_word_links_to_none():
     assert not any("#finding-" in attrs.get("href", "") for _, attrs in parsed.tags)
 
 
-def test_idle_time_is_the_traces():
-    assert re.search(r"GPU idle\s*<?.*?in the trace, mostly", PARSED.text, flags=re.S)
+def test_idle_time_is_the_steps_and_the_page_says_of_what_its_shares_are():
+    assert re.search(r"GPU idle\s*<?.*?of the step, mostly", PARSED.text, flags=re.S)
+    assert (
+        "Shares are of the unprofiled step, 44.1 ms. Idle time is without the 4.99 ms that the profiler" in PARSED.text
+    )
+    assert "of one step as traced, profiler included" in PARSED.text
+
+
+def test_ceilings_of_another_gpu_are_a_caution():
+    other = replace(PROFILE, ceilings_gpu="NVIDIA T4", extra={"caution": "the ceilings are those of NVIDIA T4"})
+    said = _Page(profile_page(other)).text
+    assert "Caution: the ceilings are those of NVIDIA T4." in said
+    assert "on the measured ceilings of NVIDIA T4" in said
+    assert "Caution" not in PARSED.text
 
 
 def test_long_names_of_kernels_do_not_widen_a_small_screen():
@@ -113,7 +125,7 @@ def test_the_waterfalls_are_to_scale():
     at = 0.0
     for piece, bar in zip(pieces, PROFILE.waterfall, strict=True):
         assert style(piece, "s") == pytest.approx(at, abs=0.3)
-        assert style(piece, "w") == pytest.approx(bar.seconds / PROFILE.traced_step_s * 100, abs=0.05)
+        assert style(piece, "w") == pytest.approx(bar.seconds / PROFILE.step_s * 100, abs=0.05)
         at += style(piece, "w")
     assert style(total, "w") == 100
     now, *steps, roof = bars[len(PROFILE.waterfall) + 1 :]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ridgeline.attribution import step_of
-from ridgeline.profile_record import Profile
+from ridgeline.profile_record import UNTRACED, Profile
 from ridgeline.profile_tables import IDLE_STREAM, MOST_LANES, profile_of, timeline
 from ridgeline.step_view import Ceilings, Gap, Kernel, KernelClass, Step, Sync
 from ridgeline.trace import Activity, Launch
@@ -54,10 +54,8 @@ def step(**changes: object) -> Step:
     return replace(made, **changes)  # pyright: ignore[reportArgumentType]
 
 
-def profile(of: Step) -> Profile:
-    return profile_of(
-        of, subject="net", command="ridgeline profile", environment={"gpu": "G"}, wall=None, coverage=0.99
-    )
+def profile(of: Step, gpu: str = "") -> Profile:
+    return profile_of(of, subject="net", command="ridgeline profile", environment={}, wall=None, coverage=0.99, gpu=gpu)
 
 
 def test_rows_by_name_and_shapes_carry_the_statistics() -> None:
@@ -109,9 +107,29 @@ def test_the_head_of_the_profile() -> None:
 
 def test_an_unknown_gpu_has_no_roof() -> None:
     blind = tuple(replace(each, floor_s=None) for each in KERNELS)
-    shown = profile(step(kernels=blind, ceilings=None))
+    shown = profile(step(kernels=blind, ceilings=None), gpu="G")
     assert (shown.gpu, shown.peaks, shown.floor_s) == ("G", {}, None)
     assert all(row.of_roof is None and row.bound == "" for row in shown.kernels)
+
+
+def test_ceilings_of_another_gpu_are_said_to_be() -> None:
+    shown = profile(step(), gpu="NVIDIA T4")
+    assert (shown.gpu, shown.ceilings_gpu) == ("NVIDIA T4", "NVIDIA H200")
+    assert "from NVIDIA T4 and the ceilings are those of NVIDIA H200" in shown.extra["caution"]
+    assert "above_roof" not in shown.extra  # which would look for causes in the kernels
+    assert "caution" not in profile(step(), gpu="NVIDIA H200").extra
+
+
+def test_idle_time_is_without_what_the_profiler_adds() -> None:
+    shown = profile(step(wall_s=85e-6))  # of which 75 are work, and 5 the loader's
+    assert shown.idle == pytest.approx({"loader": 5e-6, "sync": 2.5e-6, "launch": 2.5e-6})
+    assert sum(bar.seconds for bar in shown.waterfall) == pytest.approx(85e-6)
+    assert shown.syncs[0].bubble_s == pytest.approx(2 * 8e-6 / 4)
+    assert shown.traced_step_s == pytest.approx(100e-6)
+    lanes = [lane for lane in shown.timeline if lane.stream == IDLE_STREAM]
+    assert sum(lane.duration_s for lane in lanes) == pytest.approx(25e-6)  # as traced
+    longer = profile(step(wall_s=120e-6)).waterfall[-1]
+    assert (longer.name, longer.seconds, longer.idle) == (UNTRACED, pytest.approx(20e-6), True)
 
 
 def test_copies_and_waits() -> None:

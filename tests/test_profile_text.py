@@ -75,10 +75,27 @@ def test_the_roof_is_unknown_where_most_kernels_have_none():
 
 
 def test_the_waterfall_adds_up_to_the_step():
-    lines = render(PROFILE).split("Where the step goes\n")[1].split("\n\n")[0].splitlines()[2:]
+    lines = render(PROFILE).split("Where the step goes\n")[1].split("Shares are")[0].splitlines()[2:]
     shares = [float(line.split(" %")[0].split()[-1]) for line in lines]
     assert sum(shares) == pytest.approx(100, abs=0.5)
-    assert sum("░" in line for line in lines) == 2  # the loader's 0.8 % is too short for a mark
+    assert sum(bar.idle for bar in PROFILE.waterfall) == 3  # too short for a mark, each
+    said = " ".join(render(PROFILE, width=400).split())
+    assert (
+        "Shares are of the unprofiled step, 44.1 ms. Idle time is without the 4.99 ms that the profiler adds." in said
+    )
+    assert f"GPU idle {(44.1 - 43.39) / 44.1:.1%}".replace("%", " %") in said
+
+
+def test_every_share_of_the_step_is_of_one_step():
+    first = PROFILE.by_name[0]
+    share = f"{first.total_s / PROFILE.wall.median_s * 100:.1f} %"
+    row = next(line for line in render(PROFILE, "md").split("Kernels by name,")[1].splitlines() if "| 40 |" in line)
+    assert f"| {share} |" in row
+    longer = replace(PROFILE, wall=replace(PROFILE.wall, median_s=0.9 * PROFILE.busy_s))
+    assert "take longer, so the parts add up to 44.1 ms" in " ".join(render(longer, width=400).split())
+    untimed = profiles_made.made(wall=None)
+    assert "Shares are of the step as traced, 49.1 ms, profiler included." in render(untimed, width=400)
+    assert json.loads(render(PROFILE, "json"))["step_s"] == PROFILE.wall.median_s
 
 
 SIGMA = "\N{GREEK SMALL LETTER SIGMA}"
@@ -145,7 +162,7 @@ def test_csv_rows_add_up_to_the_step():
     rows = list(csv.DictReader(io.StringIO(render(profile, "csv"))))
     assert [(row["count"], row["bytes"]) for row in rows if row["part"] == "copy"] == [("1", "1572864")]
     assert {row["part"] for row in rows} == {"kernel", "copy", "idle"}
-    assert sum(float(row["total_seconds"]) for row in rows) == pytest.approx(profile.traced_step_s)
+    assert sum(float(row["total_seconds"]) for row in rows) == pytest.approx(profile.step_s)
     assert sum(float(row["of_step"]) for row in rows) == pytest.approx(1)
     first = rows[0]
     assert first["name"].startswith("cutlass__5x_cudnn")

@@ -494,6 +494,7 @@ def test_a_trace_and_its_facts_become_a_saved_profile(tmp_path, monkeypatch):
     assert found.findings[0].rule == "H1"
     assert found.environment["driver"] == "580"
     assert ridgeline.explain(tmp_path / profiling.PROFILE) == found
+    assert read_facts(tmp_path / "trace.facts.json") == replace(known, kernels=71)
 
 
 def test_a_command_without_a_gpu_is_refused(tmp_path, monkeypatch):
@@ -556,7 +557,7 @@ def test_a_step_is_profiled_in_this_process(tmp_path):
     assert found.gpu == torch.cuda.get_device_name()
     assert found.wall is not None and found.wall.n == 10
     assert found.coverage is not None and 0.95 <= found.coverage <= 1.02
-    assert math.isclose(sum(bar.seconds for bar in found.waterfall), found.traced_step_s, rel_tol=1e-6)
+    assert math.isclose(sum(bar.seconds for bar in found.waterfall), found.step_s, rel_tol=0.05)
     assert {"run.json", "trace.json.gz", "trace.facts.json"} == {path.name for path in tmp_path.iterdir()}
 
 

@@ -125,6 +125,17 @@ def test_nothing_is_told_of_a_loop_without_both_rows(rows):
     assert readme.TABLES["loop-diffusers"](LOOPS) == ""
 
 
+def test_a_network_is_shown_in_its_newest_run_of_both_recipes():
+    def step(run: str, recipe: str, ms: float, gpu: str = "NVIDIA L4") -> dict:
+        row = {"subject": "resnet50", "region": "step", "recipe": recipe, "run": run, "gpu": gpu}
+        return {**row, "shape": "8x3x224x224", "median_s": ms * 1e-3}
+
+    rows = [step("1", "writeup-5", 9.0), step("1", "bf16", 3.0), step("2", "writeup-5", 8.0), step("2", "bf16", 4.0)]
+    rows += [step("3", "bf16", 1.0), step("4", "writeup-5", 1.0, "cpu"), step("4", "bf16", 1.0, "cpu")]
+    assert "| ResNet-50, 8x3x224x224 | 8.00 ms | 4.00 ms | 2.00 |" in readme.TABLES["nets"](rows)
+    assert readme.TABLES["nets"](rows[4:]) == ""
+
+
 def test_a_stale_page_is_seen_and_written_again(tmp_path, monkeypatch, capsys):
     page, results = tmp_path / "README.md", tmp_path / "results"
     results.mkdir()

@@ -362,3 +362,29 @@ def test_capture_false_is_eager_and_quiet(recwarn):
         "AdamW steps by PyTorch's kernels: the one-pass kernel is for a GPU, and the model is on the cpu",
     ]
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", StepRecipe(channels_last=True, side_stream=True)], ids=str)
+def test_kernels_that_a_recipe_asks_for_and_a_cpu_has_not_are_a_warning(recipe):
+    model = net()
+    with pytest.warns(RuntimeWarning, match="every step runs eagerly: the model is on the cpu") as told:
+        compile_step(model, loss, AdamW(model.parameters()), batches(1)[0], recipe=recipe)
+    fp8 = [str(warning.message) for warning in told if "FP8" in str(warning.message)]
+    assert fp8 == (["compile_step: nothing runs in FP8: steps are not compiled"] if recipe == "fp8" else [])
+
+
+@pytest.mark.parametrize("recipe", [None, "writeup-5"])
+def test_a_recipe_that_asks_for_no_kernels_is_quiet_on_a_cpu(recipe, recwarn):
+    model = net()
+    compile_step(model, loss, AdamW(model.parameters()), batches(1)[0], recipe=recipe)
+    assert not recwarn.list
+
+
+def test_fp8_that_no_layer_can_use_is_a_warning_where_steps_are_captured():
+    model = net()
+    with pytest.warns(RuntimeWarning, match="compile_step: nothing runs in FP8: ") as told:
+        train_step(
+            model, AdamW(model.parameters()), batches(1)[0], capture=recorded_graph.capture, dtype="bf16", fp8="auto",
+            channels_last=True, compile="loss",
+        )  # fmt: skip
+    assert not any("eagerly" in str(warning.message) for warning in told)

@@ -1,4 +1,4 @@
-"""Weight gradients on a second stream: when a step goes without, and what the caller is told then."""
+"""Compiled steps: that each is, weight gradients on a second stream, and what the caller is told without one."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ import recorded_graph
 from ridgeline import step_program
 from ridgeline.errors import NotEngaged, UsageError
 from ridgeline.side_stream import ReadEarly
+from ridgeline.step_program import Parts, StepProgram
 from ridgeline.step_recipe import StepRecipe
-from steps import batches, net, train_step
+from ridgeline.step_state import flatten
+from steps import batches, loss, net, train_step
 
 
 def test_a_side_stream_whose_results_are_read_early_is_left_out(monkeypatch):
+    torch._dynamo.reset()  # which skips for good what it saw inside a recorded graph
     made = []
 
     def inductor(_mode, _watch, overlapped):
@@ -71,3 +74,24 @@ def test_a_side_stream_that_takes_too_much_memory_is_left_out(error, monkeypatch
     with contextlib.suppress(torch.OutOfMemoryError):
         train_step(model, AdamW(model.parameters(), lr=1e-2), batches(1)[0], **choices)(batches(1)[0])
     assert len(calls) == 1
+
+
+def test_every_step_of_a_process_is_compiled(monkeypatch: pytest.MonkeyPatch):
+    """Dynamo alone would run the ninth of equal ones as it stands, with a warning."""
+    compiled = []
+
+    def inductor(*_):
+        def compiler(graph_module, _inputs):
+            compiled.append(graph_module)
+            return graph_module.forward
+
+        return compiler
+
+    monkeypatch.setattr(step_program, "inductor", inductor)
+    torch._dynamo.reset()
+    leaves, structure = flatten(batches(1)[0])
+    for number in range(1, 11):
+        model = net(dropout=0.0)
+        parts = Parts(model, loss, AdamW(model.parameters(), lr=1e-2))
+        StepProgram(parts, StepRecipe(dtype="fp32")).run(leaves, structure, compiled=True)
+        assert len(compiled) == number

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ridgeline import tuned
-from ridgeline.errors import EnvironmentUnusable
+from ridgeline.errors import EnvironmentUnusable, UsageError
 from ridgeline.tuned import Row, build, lookup, merge, read_table, source_hash
 
 GPU = "NVIDIA H200"
@@ -321,6 +321,9 @@ def test_export_writes_what_the_package_ships(cache, tmp_path):
     assert table.row("fp16", ROW.key) == ROW
     assert {key for _, key in table.rows} == {ROW.key, "shipped"}
     assert len(tuned.export(tmp_path / "one", HASHES, device="NVIDIA L4")) == 1
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"cannot write .*file/nvidia-h200/conv2d_act\.json \(Not a directory\)"):
+        tuned.export(tmp_path / "file", HASHES)
 
 
 # --- the hash ----------------------------------------------------------------------------------------------------

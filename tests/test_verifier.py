@@ -274,6 +274,57 @@ def test_the_limit_is_the_worse_of_two_layouts():
     assert found.allowed is not None and found.allowed.score > 0.004
 
 
+class LayoutDependentMap(nn.Module):
+    """Errs by `error` in one element of float32 channels-last maps alone."""
+
+    def __init__(self, error: float) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1.0
+        if x.dtype == torch.float32 and not x.is_contiguous():
+            y[0, 0, 0, 0] += self.error
+        return y
+
+
+def test_a_dense_limit_is_the_worse_of_two_layouts_too():
+    module, x = LayoutDependentMap(1e-4), torch.rand(1, 4, 5, 6, generator=torch.Generator().manual_seed(0))
+    for error, passed in ((0.0, True), (1.9e-4, True), (2.1e-4, False)):
+        result = x.clone()
+        result[0, 0, 0, 0] += error
+        assert agree(module, (x,), result, FP32).passed == passed, error
+    # a layout in which the module is not finite allows nothing
+    assert not agree(LayoutDependentMap(math.inf), (x,), x + 1e-4, FP32).passed
+    assert agree(LayoutDependentMap(math.inf), (x,), x, FP32).passed
+
+
+def test_a_module_that_refuses_channels_last_is_judged_as_it_is():
+    module, x = net(lambda m, x: m.a(x).view(1, -1), a=nn.Conv2d(3, 4, 3)), (torch.rand(1, 3, 6, 6),)
+    assert agree(module, x, module(*x), FP32).passed
+    assert not agree(module, x, module(*x) + 1e-4, FP32).passed
+
+
+@pytest.mark.parametrize(("c", "side"), [(64, 28), (128, 14), (256, 14)])
+def test_channels_last_convolutions_in_fp32_are_allowed_their_own_rounding(c, side):
+    """On a CPU they err up to three times what those of the other layout do."""
+    module, x = net(lambda m, x: m.a(x), a=nn.Conv2d(c, c, 3, padding=1)), image(1, c, side, side).contiguous()
+    nhwc = module.to(memory_format=torch.channels_last)(x.contiguous(memory_format=torch.channels_last))
+    assert agree(module.to(memory_format=torch.contiguous_format), (x,), nhwc, FP32).passed
+    assert not agree(module, (x,), nhwc * 1.00001, FP32).passed
+
+
+def test_the_remedy_follows_from_what_is_wrong():
+    module, x = net(lambda m, x: m.a(x), a=nn.Conv2d(3, 4, 3)), (image(1, 3, 6, 6),)
+    result = module(*x).clone()
+    assert "error_factor" in agree(module, x, result + 1, FP32).remedy
+    result[0, 0, 0, 0] = math.nan
+    assert agree(module, x, result, FP32).remedy == "take a dtype, or inputs, in which the module stays finite"
+    rows = detections().float()
+    rows[..., 4] = 1.0
+    assert agree(Detector(rows), (torch.zeros(1),), rows, FP32).remedy == ""
+
+
 class Losing(nn.Module):
     """In half precision it loses its best row."""
 

@@ -3,8 +3,9 @@
 Public names resolve on first use, so that importing the package costs neither torch nor Triton.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from ridgeline.late_import import late_import
 
 __version__ = "0.1.0"
 
@@ -117,9 +118,9 @@ __all__ = ["__version__", *sorted(_HOME)]
 
 def __getattr__(name: str) -> object:
     if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
+        return getattr(late_import(_HOME[name]), name)
     if name in _MODULES:
-        return import_module(f"ridgeline.{name}")
+        return late_import(f"ridgeline.{name}")
     raise AttributeError(f"module 'ridgeline' has no attribute {name!r}")
 
 

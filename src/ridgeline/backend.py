@@ -107,7 +107,8 @@ class _Engine:
             untouched = DynamoGraph(self._graph_module, dict(zip(self._static, weights, strict=True)))
             verdict = agree(untouched, inputs, runner.call(*inputs), recipe)
         if not verdict.passed:
-            raise VerificationFailed(f"backend 'ridgeline': {verdict.reason}")
+            told = "; ".join(filter(None, [verdict.reason, verdict.remedy]))
+            raise VerificationFailed(f"backend 'ridgeline': {told}")
         return runner
 
     def _recipe(self, tensors: Sequence[Tensor]) -> Recipe:

@@ -115,8 +115,17 @@ def climb(
 ) -> Iterator[Measured | Missing]:
     """Measure one rung after another, each given up after `budget_s` seconds, compilation included.
 
-    `at_once` of them are compiled side by side, and all stay on the GPU until the last of them is timed.
+    `at_once` of them are compiled side by side, and all stay on the GPU until the last of them is timed. Raises
+    EnvironmentUnusable at once, and not a rung at a time, where there is no GPU and the conditions ask for one.
     """
+    if torch.device(conditions.device).type == "cuda":
+        require_gpu()
+    return _climbed(rungs, conditions, protocol, budget_s, at_once)
+
+
+def _climbed(
+    rungs: Sequence[Rung], conditions: Conditions, protocol: Protocol, budget_s: float, at_once: int
+) -> Iterator[Measured | Missing]:
     works = [partial(measure, rung, conditions, protocol) for rung in rungs]
     for rung, found in zip(rungs, in_turn(works, budget_s=budget_s, at_once=at_once), strict=True):
         yield Missing(rung, str(found), found.exit_code) if isinstance(found, RidgelineError) else found

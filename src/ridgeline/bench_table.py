@@ -109,19 +109,21 @@ def line(row: LadderRow) -> str:
 
 
 def render(
-    measured: Sequence[Measured],
-    missing: Sequence[Missing] = (),
+    results: Sequence[Measured | Missing],
     output_format: str = "table",
     *,
     width: int | None = None,
     color: bool | None = None,
 ) -> str:
-    """The table of a run in one of FORMATS, without a last newline; at least one rung must have been measured.
+    """What `bench.climb` gave, as a table in one of FORMATS, without a last newline.
 
+    Rungs without numbers stand below it with their reasons, in "json" under "missing", and not in "csv".
     `width` and `color` default to what stdout is: plain text off a terminal or under NO_COLOR.
     """
+    measured = [result for result in results if isinstance(result, Measured)]
+    missing = [result for result in results if isinstance(result, Missing)]
     rows = ladder_rows(measured)
-    facts = _facts(rows[0], measured[0].protocol)
+    facts = _facts(rows[0], measured[0].protocol) if rows else [("subject", "DDPM training step")]
     match output_format:
         case "table":
             return terminal(facts, _sections(rows, missing), bold="subject", width=width, color=color)
@@ -189,10 +191,11 @@ def _facts(row: LadderRow, protocol: Protocol) -> Facts:
 
 
 def _sections(rows: Sequence[LadderRow], missing: Sequence[Missing]) -> list[Section]:
-    sections = [
-        Section("ladder", _COLUMNS, tuple(rows), note=f"{WRITEUP_GPU}: the write-up's own means of 50 steps"),
-        Section("each rung against the one before", facts=[(row.rung, row.why) for row in rows]),
-    ]
+    sections = []
+    if rows:
+        note = f"{WRITEUP_GPU}: the write-up's own means of 50 steps"
+        sections.append(Section("ladder", _COLUMNS, tuple(rows), note=note))
+        sections.append(Section("each rung against the one before", facts=[(row.rung, row.why) for row in rows]))
     if missing:
         sections.append(Section("not measured", facts=[(each.rung.name, each.reason) for each in missing]))
     return sections

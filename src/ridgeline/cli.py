@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import os
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import ridgeline
-from ridgeline import cli_bench, cli_profile, cli_train
-from ridgeline.errors import RidgelineError, UsageError, VerificationFailed
+from ridgeline import cli_bench, cli_cache, cli_profile, cli_train
+from ridgeline.errors import EnvironmentUnusable, RidgelineError, UsageError, VerificationFailed
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import device, nn
 
     from ridgeline.recipe import Recipe
     from ridgeline.workloads.detection import Model
@@ -37,7 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     arguments.argv = argv
     try:
-        code = arguments.run(arguments)
+        with _warnings_of(arguments.verb):
+            code = arguments.run(arguments)
         # here and not at exit, where a reader that has gone could no longer be told from a failure
         print(end="", flush=True)
         return code
@@ -73,6 +77,7 @@ def roofline(a: argparse.Namespace) -> int:
 
 def detect(a: argparse.Namespace) -> int:
     images = ridgeline.workloads.images.find_images(a.images)  # a typing error costs no download
+    _check_tf32(a, ridgeline.workloads.detection.choose_device(a.device))
     model = ridgeline.workloads.detection.load_detector(a.model, a.weights, device=a.device)
     detector, how = _detector(a, model)
     results = ridgeline.workloads.detection.detect_files(detector, images, mode=a.letterbox, size=a.size, conf=a.conf)
@@ -126,35 +131,16 @@ def tune(a: argparse.Namespace) -> int:
     }
     if a.model == "ddpm":
         if a.no_pdl or a.precision != "tf32":
-            raise UsageError("tune: --no-pdl and --precision are for inference, and ddpm is a training step")
-        rows = cli_bench.tune_ddpm(a.batch or 128, a.dtype or "bf16", **choices)
+            raise UsageError("--no-pdl and --precision are for inference, and ddpm is a training step")
+        rows = cli_bench.tune_ddpm(128 if a.batch is None else a.batch, a.dtype or "bf16", **choices)
     elif a.dtype == "fp8":
-        raise UsageError("tune: --dtype fp8 is for ddpm's training step: inference runs in fp16, bf16 or fp32")
+        raise UsageError("--dtype fp8 is for ddpm's training step: inference runs in fp16, bf16 or fp32")
     else:
         target = ridgeline.targets.resolve(a.model, batch=a.batch)
         recipe = ridgeline.recipe.Recipe(dtype=a.dtype or "fp16", precision=a.precision, pdl=not a.no_pdl)
         rows = ridgeline.compiler.tune(*ridgeline.compiler.on_gpu(target.module, target.inputs), recipe, **choices)
     for row in rows:
         print(json.dumps({"op": row.op, "key": row.key, "config": dict(row.config), "seconds": row.seconds}))
-    return 0
-
-
-def cache_ls(a: argparse.Namespace) -> int:  # noqa: ARG001
-    hashes = ridgeline.compiler.source_hashes()
-    for file in ridgeline.tuned.ls():
-        print(file.line(hashes))
-    return 0
-
-
-def cache_clear(a: argparse.Namespace) -> int:
-    for path in ridgeline.tuned.clear(op=a.op, device=a.gpu):
-        print(f"removed {path}")
-    return 0
-
-
-def cache_export(a: argparse.Namespace) -> int:
-    for path in ridgeline.tuned.export(a.folder, ridgeline.compiler.source_hashes(), device=a.gpu):
-        print(path)
     return 0
 
 
@@ -165,8 +151,32 @@ def demo(a: argparse.Namespace) -> int:
     return 0
 
 
+@contextmanager
+def _warnings_of(verb: str) -> Iterator[None]:
+    """The library's warnings as lines of this command, where nobody else has taken to showing them."""
+
+    class Stderr(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if not logging.root.handlers:
+                print(f"ridgeline {verb}: {record.getMessage()}", file=sys.stderr, flush=True)
+
+    handler, logger = Stderr(logging.WARNING), logging.getLogger("ridgeline")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
 class _Parser(argparse.ArgumentParser):
     """Refuses in one sentence, like the verbs, where argparse would print its usage first."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # here and not in `parse_args`, because the parser of a verb is asked for what it knows and can name the verb
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {shlex.join(unknown)}")
+        return known, unknown
 
     def error(self, message: str) -> NoReturn:
         self.exit(UsageError.exit_code, f"{self.prog}: {message}; `{self.prog} --help` lists what there is\n")
@@ -176,11 +186,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="ridgeline", description="Drive convolutional vision networks to the GPU's roofline.")
     parser.add_argument("--version", action="version", version=f"ridgeline {ridgeline.__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for add in (_add_roofline, _add_detect, _add_verify, _add_tune, _add_cache, _add_doctor, _add_sass, _add_demo):
+    for add in (_add_roofline, _add_detect, _add_verify, _add_tune, _add_doctor, _add_sass, _add_demo):
         add(verbs)
     cli_train.add_commands(verbs)
     cli_profile.add_commands(verbs)
     cli_bench.add_commands(verbs)
+    cli_cache.add_commands(verbs)
     return parser
 
 
@@ -203,7 +214,7 @@ def _add_roofline(verbs: argparse._SubParsersAction) -> None:
         help="which layers and passes would gain from FP8 instead, quantised by a pass of known scale (default), by "
         "two passes, or by the kernel before",
     )
-    p.add_argument("--format", choices=FORMATS, default="table")
+    p.add_argument("--format", choices=FORMATS, default="table", help="of stdout (default %(default)s)")
     p.add_argument(
         "--rows", type=_count, default=20, help="layers shown in the table and md formats (default %(default)s)"
     )
@@ -219,14 +230,16 @@ def _add_detect(verbs: argparse._SubParsersAction) -> None:
     p.add_argument("--weights", type=Path, metavar="FILE", help="official .pt, .safetensors or a plain state dict")
     p.add_argument("--letterbox", choices=("square", "rect"), default="rect", help="default %(default)s")
     p.add_argument(
-        "--size", type=int, default=640, help="longer side in pixels, a multiple of 32 (default %(default)s)"
+        "--size", type=int, default=640, help="longer side in pixels, a multiple of 32 up to 4096 (default %(default)s)"
     )
     p.add_argument("--conf", type=float, default=0.25, help="keep scores above this (default %(default)s)")
     p.add_argument(
         "--out", type=Path, default=Path("detections"), metavar="DIR", help="pictures with boxes (default %(default)s)"
     )
     _add_device(p)
-    p.add_argument("--dtype", choices=DTYPES, help="default: fp16 where compiled, fp32 in plain PyTorch")
+    p.add_argument(
+        "--dtype", choices=DTYPES, help="default: fp16 where compiled, fp32 in plain PyTorch; tf32 needs a GPU"
+    )
     p.add_argument("--eager", action="store_true", help="plain PyTorch also on a GPU; on the CPU it always is")
     _add_no_pdl(p)
     p.add_argument("--format", choices=("json",), default="json", help="one object a line on stdout")
@@ -237,7 +250,9 @@ def _add_verify(verbs: argparse._SubParsersAction) -> None:
     p.add_argument("model", metavar="MODEL", help="yolo26n|s|m|l|x, package.module:callable or file.py:callable")
     p.add_argument("--weights", type=Path, metavar="FILE", help="default: the cache folder, else seeded random ones")
     p.add_argument("--images", nargs="+", metavar="IMAGE", help="for a detector; default: the bundled picture")
-    p.add_argument("--size", type=int, help="side of a detector's square input, a multiple of 32 (default 640)")
+    p.add_argument(
+        "--size", type=int, help="side of a detector's square input, a multiple of 32 up to 4096 (default 640)"
+    )
     _add_device(p)
     p.add_argument("--dtype", choices=DTYPES, default="fp16", help="default %(default)s")
     _add_no_pdl(p)
@@ -249,7 +264,9 @@ def _add_verify(verbs: argparse._SubParsersAction) -> None:
     ):
         p.add_argument(name, type=float, default=default, metavar="X", help=text)
     p.add_argument("--layers", type=_count, default=20, help="kernels shown, the worst ones (default %(default)s)")
-    p.add_argument("--format", choices=("table", "json"), default="table", help="json holds every kernel")
+    p.add_argument(
+        "--format", choices=("table", "json"), default="table", help="default %(default)s; json holds every kernel"
+    )
 
 
 def _add_tune(verbs: argparse._SubParsersAction) -> None:
@@ -269,32 +286,20 @@ def _add_tune(verbs: argparse._SubParsersAction) -> None:
     p.add_argument("--force", action="store_true", help="time every candidate again, also where the table has times")
 
 
-def _add_cache(verbs: argparse._SubParsersAction) -> None:
-    p = verbs.add_parser(
-        "cache", help="tuned tables: list, clear, export", description="List, clear or export tuned tables."
-    )
-    actions = p.add_subparsers(dest="action", metavar="ACTION", required=True)
-    _verb(actions, "ls", cache_ls, "the user's tables, their rows and how many fit the present kernels")
-    clear = _verb(actions, "clear", cache_clear, "remove tables of the user")
-    clear.add_argument("--op", help="only this kernel's")
-    export = _verb(actions, "export", cache_export, "write the rows that fit the present kernels as tables to share")
-    export.add_argument("folder", type=Path, metavar="DIR")
-    for action in (clear, export):
-        action.add_argument("--gpu", help="only those of this GPU, as the driver prints its name")
-
-
 def _add_doctor(verbs: argparse._SubParsersAction) -> None:
     p = _verb(verbs, "doctor", doctor, "what this machine can do, and what stands in the way")
     p.add_argument("--measure", action="store_true", help="measure the GPU's ceilings again (about a minute)")
-    p.add_argument("--format", choices=("table", "json"), default="table")
+    p.add_argument("--format", choices=("table", "json"), default="table", help="of stdout (default %(default)s)")
 
 
 def _add_sass(verbs: argparse._SubParsersAction) -> None:
     p = _verb(verbs, "sass", sass, "compile a kernel for an architecture, without a GPU, and count its instructions")
     p.add_argument("kernel", metavar="KERNEL", help="such as conv2d_act; an unknown name lists them all")
     p.add_argument("--arch", default="sm_90", help="sm_80, sm_86, sm_89, sm_90 or sm_120 (default %(default)s)")
-    p.add_argument("--dtype", choices=("fp32", "fp16", "bf16"), default="fp16")
-    p.add_argument("--format", choices=("table", "json"), default="table")
+    p.add_argument(
+        "--dtype", choices=("fp32", "fp16", "bf16"), default="fp16", help="of the tensors (default %(default)s)"
+    )
+    p.add_argument("--format", choices=("table", "json"), default="table", help="of stdout (default %(default)s)")
 
 
 def _add_demo(verbs: argparse._SubParsersAction) -> None:
@@ -302,7 +307,9 @@ def _add_demo(verbs: argparse._SubParsersAction) -> None:
     p.add_argument("images", nargs="*", metavar="IMAGE", help="default: the bundled picture")
     p.add_argument("--gpu", help=f"default: this machine's, else {DEFAULT_GPU}")
     p.add_argument("--weights", type=Path, metavar="FILE", help="YOLO26n weights; default: the cache folder")
-    p.add_argument("--out", type=Path, default=Path("out"), metavar="DIR")
+    p.add_argument(
+        "--out", type=Path, default=Path("out"), metavar="DIR", help="page and pictures (default %(default)s)"
+    )
 
 
 def _add_device(p: argparse.ArgumentParser) -> None:
@@ -318,6 +325,16 @@ def _recipe(a: argparse.Namespace, **choices: Any) -> Recipe:
     dtype = "fp32" if a.dtype == "tf32" else a.dtype
     precision = "ieee" if a.dtype == "fp32" else "tf32"
     return ridgeline.recipe.Recipe(dtype=dtype, precision=precision, pdl=not a.no_pdl, **choices)
+
+
+def _check_tf32(a: argparse.Namespace, place: device) -> None:
+    """Refuse what would be fp32 under another name."""
+    torch = sys.modules["torch"]  # loaded by whoever made `place`
+    if a.dtype == "tf32" and (place.type == "cpu" or torch.cuda.get_device_capability(place) < (8, 0)):
+        name = ridgeline.workloads.detection.device_name(place)
+        raise EnvironmentUnusable(
+            f"--dtype tf32: {name} has no TF32 products: use --dtype fp32, or a GPU from sm_80 on"
+        )
 
 
 def _detector(a: argparse.Namespace, model: nn.Module) -> tuple[Model, str]:

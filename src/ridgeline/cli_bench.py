@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from ridgeline.late_import import late_import
 
 FORMATS = ("table", "json", "csv", "md")
 
@@ -30,11 +31,11 @@ def bench_ddpm(a: argparse.Namespace) -> int:
         ladder.images_of(conditions)
     if a.out is not None:
         table.append_rows(a.out, ())
+    results: list[Any] = []
     measured: list[Any] = []
-    missing: list[Any] = []
     for result in bench.climb(rungs, conditions, budget_s=a.budget_s, at_once=a.at_once):
+        results.append(result)
         if isinstance(result, bench.Missing):
-            missing.append(result)
             _say(f"{result.rung.name}: {result.reason}")
             continue
         measured.append(result)
@@ -43,8 +44,8 @@ def bench_ddpm(a: argparse.Namespace) -> int:
         if a.out is not None:
             table.append_rows(a.out, [row])
     if measured:
-        print(table.render(measured, missing, a.format))
-    return missing[0].exit_code if missing else 0
+        print(table.render(results, a.format))
+    return next((result.exit_code for result in results if isinstance(result, bench.Missing)), 0)
 
 
 def tune_ddpm(batch: int, dtype: str, **choices: Any) -> tuple[Any, ...]:
@@ -57,10 +58,11 @@ def _add_ddpm(workloads: argparse._SubParsersAction) -> None:
     text = "the training step of the CIFAR-10 diffusion network: wall and GPU-busy time, and why they changed"
     p = workloads.add_parser("ddpm", help=text, description=_sentence(text))
     p.set_defaults(run=bench_ddpm)
-    p.add_argument(
+    which = p.add_mutually_exclusive_group()
+    which.add_argument(
         "--ladder", action="store_true", help="the write-up's rungs, then ridgeline's own; default: the last rung alone"
     )
-    p.add_argument("--rung", nargs="+", metavar="NAME", help="these, in this order; an unknown one lists them all")
+    which.add_argument("--rung", nargs="+", metavar="NAME", help="these, in this order; an unknown one lists them all")
     p.add_argument("--data", type=Path, metavar="PATH", help="images, as for `train`; default: 50,000 random ones")
     p.add_argument("--batch", type=int, default=128, help="images a step (default %(default)s)")
     p.add_argument(
@@ -73,7 +75,7 @@ def _add_ddpm(workloads: argparse._SubParsersAction) -> None:
         metavar="N",
         help="rungs compiled side by side, each in its own GPU memory; still timed one at a time (default %(default)s)",
     )
-    p.add_argument("--format", choices=FORMATS, default="table")
+    p.add_argument("--format", choices=FORMATS, default="table", help="of stdout (default %(default)s)")
     p.add_argument("--out", type=Path, metavar="FILE", help="add a JSON object a rung to this file, as they come")
 
 
@@ -83,7 +85,7 @@ def _say(text: str) -> None:
 
 def _module(name: str) -> Any:
     """A module of ridgeline, at the call: these load torch, and `ridgeline --help` must not."""
-    return import_module(f"ridgeline.{name}")
+    return late_import(f"ridgeline.{name}")
 
 
 def _sentence(text: str) -> str:

@@ -6,11 +6,11 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ridgeline.errors import UsageError
+from ridgeline.late_import import late_import
 
 FORMATS = ("table", "json", "csv", "md")
 DIFF_FORMATS = ("table", "json", "md")
@@ -81,12 +81,13 @@ def diff(a: argparse.Namespace) -> int:
         gate.parse_limit(expression)  # a typing error is told before anything is read
     before, after = read(a.before), read(a.after)
     found = _module("profile_diff").diff_profiles(before, after, allow_unlike=a.unlike)
-    print(_module("profile_diff_text").render_diff(found, a.format, max_rows=a.rows).rstrip("\n"))
-    if a.fixed:
-        rule, _, source = a.fixed.partition("@")
-        calibration = _module("scorecard").record(before, rule, after, source=source)
-        _say("diff")(f"{a.fixed} {_module('profile_summary').calibration_text(calibration)}")
+    # what cannot be judged or scored is told before anything is printed
     grown = [text for text in (gate.exceeds(found, expression) for expression in a.fail_on) if text]
+    rule, _, source = (a.fixed or "").partition("@")
+    calibration = _module("scorecard").record(before, rule, after, source=source) if a.fixed else None
+    print(_module("profile_diff_text").render_diff(found, a.format, max_rows=a.rows).rstrip("\n"))
+    if calibration is not None:
+        _say("diff")(f"{a.fixed} {_module('profile_summary').calibration_text(calibration)}")
     for text in grown:
         _say("diff")(text)
     return OVER_LIMIT if grown else 0
@@ -107,7 +108,7 @@ def _show(a: argparse.Namespace, profile: Any) -> int:
 
 def _module(name: str) -> Any:
     """A module of ridgeline, at the call: some load torch or rich, and `ridgeline --help` must load neither."""
-    return import_module(f"ridgeline.{name}")
+    return late_import(f"ridgeline.{name}")
 
 
 def _say(verb: str) -> Callable[[str], None]:
@@ -165,7 +166,7 @@ def _add_diff(verbs: argparse._SubParsersAction) -> None:
         action="append",
         default=[],
         metavar="EXPR",
-        help="exit 1 if it grew so: wall>3%%, category:layout>0.5ms",
+        help="exit 1 if it grew so: wall>3%%, category:layout>0.5ms; may be repeated, a wrong figure lists them all",
     )
     p.add_argument("--unlike", action="store_true", help="compare also profiles of different GPUs or subjects")
     p.add_argument(
@@ -173,7 +174,7 @@ def _add_diff(verbs: argparse._SubParsersAction) -> None:
         metavar="RULE[@SOURCE]",
         help="AFTER has this finding of BEFORE fixed, of several that at file:line: score what it promised",
     )
-    p.add_argument("--format", choices=DIFF_FORMATS, default="table")
+    p.add_argument("--format", choices=DIFF_FORMATS, default="table", help="of stdout (default %(default)s)")
     _add_rows(p)
 
 
@@ -184,7 +185,7 @@ def _add_report(verbs: argparse._SubParsersAction) -> None:
 
 
 def _add_output(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--format", choices=FORMATS, default="table")
+    p.add_argument("--format", choices=FORMATS, default="table", help="of stdout (default %(default)s)")
     p.add_argument("--html", type=Path, metavar="FILE", help="also write one self-contained page")
     _add_rows(p)
 

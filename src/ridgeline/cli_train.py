@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from ridgeline.late_import import late_import
 
 DEVICES = ("auto", "cpu", "cuda")
 RECIPES = ("auto", "eager", "graph", "bf16", "fp8", "fp16", "fp32", "writeup-5")  # as in settings, which loads torch
@@ -39,6 +40,7 @@ def train_ddpm(a: argparse.Namespace) -> int:
 
 def sample(a: argparse.Namespace) -> int:
     training, sampling = _workload("training"), _workload("sampling")
+    sampling.check_grid_path(a.out)
     images = sampling.sample_checkpoint(
         a.checkpoint,
         n=a.n,
@@ -54,7 +56,7 @@ def sample(a: argparse.Namespace) -> int:
 
 def _workload(name: str) -> Any:
     """A module of `ridgeline.workloads`, at the call: they load torch, and `ridgeline --help` must not."""
-    return import_module(f"ridgeline.workloads.{name}")
+    return late_import(f"ridgeline.workloads.{name}")
 
 
 @contextmanager
@@ -115,7 +117,9 @@ def _add_choices(p: argparse._ArgumentGroup) -> None:
     p.add_argument("--ema-decay", type=float, help="of the averaged weights (default 0.9999)")
     p.add_argument("--dtype", choices=("fp32", "bf16"), help="bf16 is autocast; default: bf16 on a GPU, fp32 on a CPU")
     p.add_argument(
-        "--recipe", choices=RECIPES, help="graph: a step is one CUDA graph; bf16 and on: of compile_step (default auto)"
+        "--recipe",
+        choices=RECIPES,
+        help="graph: a step is one CUDA graph; bf16 and on: of compile_step; without a GPU, eager or auto (default)",
     )
     p.add_argument("--schedule", choices=("linear", "cosine"), help="of the noise (default linear)")
     p.add_argument("--seed", type=int, help="default 0")
@@ -126,7 +130,7 @@ def _add_cadence(p: argparse._ArgumentGroup) -> None:
     p.add_argument("--save-every", type=int, help="checkpoints; the last two are kept (default 1000)")
     p.add_argument("--sample-every", type=int, help="grids of 16 images; 0: never (default 5000)")
     p.add_argument("--val-every", type=int, help="validations on --val; 0: never (default 1000)")
-    p.add_argument("--tensorboard", action="store_true", default=None, help="also log for TensorBoard")
+    p.add_argument("--tensorboard", action=argparse.BooleanOptionalAction, help="also log for TensorBoard")
 
 
 def _add_sample(verbs: argparse._SubParsersAction) -> None:

@@ -13,15 +13,18 @@ from torch import Tensor, fx, nn
 from ridgeline import saved, tuned, tuning
 from ridgeline.compile_report import CompileReport, GraphReport, input_spec
 from ridgeline.errors import EnvironmentUnusable, NotEngaged, UsageError, VerificationFailed
+from ridgeline.example_inputs import check_fit, tensors
 from ridgeline.kernels import ALL, ATTENTION, FP8, NORMS, PASSES, UPSAMPLED
 from ridgeline.launches import problems_of
 from ridgeline.lowering import cast as cast
 from ridgeline.lowering import lower as lower
-from ridgeline.recipe import Recipe
+from ridgeline.recipe import Recipe, chosen
 from ridgeline.rewrites import PIPELINE
 from ridgeline.runner import Runner, make_runner, no_autocast
 from ridgeline.verifier import Agreement, agree
 from ridgeline.watch import watch
+
+_CALL = "the compiled module"
 
 Lowered = tuple[fx.GraphModule, GraphReport]
 
@@ -43,6 +46,7 @@ class Compiled:
         self._runners: dict[tuple, Runner] = {}
 
     def __call__(self, *inputs: Tensor) -> Any:
+        inputs = _checked(inputs)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
             raise UsageError("an input requires a gradient, and a compiled module has none: call it under no_grad")
         with torch.no_grad():
@@ -59,7 +63,7 @@ class Compiled:
 
     def graph(self, *inputs: Tensor) -> GraphReport:
         """What was built for inputs of this signature."""
-        return self._runner(inputs).report
+        return self._runner(_checked(inputs)).report
 
     def replayer(self, *inputs: Tensor) -> Callable[[], Any]:
         """A call without arguments that replays the graph of these inputs: what a benchmark times."""
@@ -68,7 +72,7 @@ class Compiled:
 
     def launch_operators(self, *inputs: Tensor) -> Any:
         """The kernels of the graph, launched one by one: for profilers, to which a graph's kernels have no operator."""
-        captured = self._runner(inputs).captured
+        captured = self._runner(_checked(inputs)).captured
         return self(*inputs) if captured is None else captured.owner(*inputs)
 
     def save(self, path: str | Path) -> None:
@@ -97,6 +101,7 @@ class Compiled:
                     f"the file holds no graph for {', '.join(str(input_spec(tensor)) for tensor in inputs)}, but for "
                     f"{known}: compile the module for these inputs and save it again"
                 )
+            check_fit(self._module, tuple(inputs), of=_CALL)
             self._lowered[key] = lower(self._module, inputs, self.recipe)
         return self._lowered[key]
 
@@ -115,15 +120,16 @@ def compile(  # noqa: A001 - the verb's name, always used as ridgeline.compile
     inputs   example arguments; shapes, dtypes and device are those it will be called with
     verify   compare with the untouched module on the examples; raises VerificationFailed, naming the first rewrite
              that breaks the limit
-    Raises NotEngaged where the module cannot be exported or captured, and the reason.
+    Raises UsageError for what is no module in eval mode, no tensor, or no Recipe, and NotEngaged where the module
+    cannot be exported or captured, and the reason.
     """
-    recipe = recipe or Recipe()
-    examples = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    recipe = chosen(recipe)
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"compile: the first argument must be a torch.nn.Module, got {type(module).__name__}")
     if any(part.training for part in module.modules()):
         raise UsageError("compile: the module is in training mode; call .eval() first, or use compile_step to train")
-    if not examples:
-        raise UsageError("compile: the module's inputs are needed, at least one tensor, got none")
-    examples = tuple(tensor.detach() for tensor in examples)
+    examples = tuple(tensor.detach() for tensor in tensors(inputs, of="compile"))
+    check_fit(module, examples, of="compile")
     compiled = Compiled(recipe, module=module)
     out = compiled(*examples)
     if verify:
@@ -137,19 +143,16 @@ def load(path: str | Path, *, device: str | torch.device | None = None) -> Compi
     """The compiled module in a file, ready to call: captured anew on a GPU, through the references on the CPU.
 
     `device` defaults to the current GPU, else the CPU. Nothing in the file is run as code. Raises UsageError for a file
-    that is damaged, of another kind, or of a newer version; EnvironmentUnusable for a GPU that is not there.
+    that is damaged, of another kind, or of a newer version, and for a device that is neither; EnvironmentUnusable for a
+    GPU that is not there.
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise EnvironmentUnusable("load: torch sees no CUDA GPU: load with device='cpu', or run `ridgeline doctor`")
-        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    place = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     with torch.inference_mode(mode=False), torch.no_grad():
-        contents = saved.read(Path(path), device)
+        contents = saved.read(Path(path), place)
         compiled = Compiled(contents.recipe, verdict=contents.verdict)
         with tuned.using(contents.tuned):
             for graph_module, report in contents.graphs:
-                examples = saved.examples(report, device)
+                examples = saved.examples(report, place)
                 key = _signature([cast(tensor, contents.recipe.torch_dtype) for tensor in examples])
                 compiled._lowered.setdefault(key, (graph_module, report))
                 compiled._runner(examples)
@@ -170,8 +173,9 @@ def tune(
 
     A second run tunes nothing. Raises EnvironmentUnusable when the inputs are on no GPU.
     """
-    examples = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    recipe = recipe or Recipe()
+    examples = tensors(inputs, of="tune")
+    check_fit(module, examples, of="tune")
+    recipe = chosen(recipe)
     problems: list[tuning.Problem] = []
     # a chain is used only where it was seen to be faster than its parts, so both are measured
     apart = replace(recipe, rewrites=tuple(name for name in recipe.rewrites if name != "fuse_conv_chain"))
@@ -188,9 +192,31 @@ def on_gpu(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[nn.Module, tupl
     return module.cuda(), tuple(tensor.cuda() for tensor in inputs)
 
 
+def _device(name: str | torch.device) -> torch.device:
+    """Where to load to, a GPU with its number."""
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):  # in words about torch's own backends
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UsageError(f"load: device must be 'cpu' or 'cuda', or 'cuda:1' for the second GPU, got {str(name)!r}")
+    if device.type == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        raise EnvironmentUnusable("load: torch sees no CUDA GPU: load with device='cpu', or run `ridgeline doctor`")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise EnvironmentUnusable(f"load: torch sees {torch.cuda.device_count()} CUDA GPUs, counted from 0, got {name}")
+    return torch.device("cuda", index)
+
+
 def source_hashes() -> dict[str, str]:
     """The hash that rows of each op must carry to be used."""
     return {op.name: op.source_hash for op in (*ALL, *ATTENTION, *PASSES, *UPSAMPLED, *FP8, *NORMS)}
+
+
+def _checked(inputs: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    return tensors(inputs, of=_CALL)
 
 
 def _signature(inputs: Sequence[Tensor]) -> tuple:
@@ -212,6 +238,9 @@ def blame(module: nn.Module, inputs: Sequence[Tensor], recipe: Recipe) -> str:
                 out = make_runner(graph_module, report, inputs, shorter).call(*inputs)
         except NotEngaged as error:
             return f"without rewrites it cannot be run: {error}"
-        if not agree(module, inputs, out, shorter).passed:
-            return f"the first rewrite that breaks it is {names[count - 1]}" if count else "no rewrite is to blame"
+        found = agree(module, inputs, out, shorter)
+        if not found.passed and count:
+            return f"the first rewrite that breaks it is {names[count - 1]}"
+        if not found.passed:
+            return ": ".join(filter(None, ["no rewrite is to blame", found.remedy]))
     return "no part of the pipeline breaks it: the capture does, or the module's results vary from call to call"

@@ -1,9 +1,10 @@
 """How far each kernel of a compiled module has drifted from the untouched module, layer by layer.
 
-The graph of kernels and the untouched module run side by side, the latter twice: in float64, the truth, and in the
-recipe's dtype, what plain PyTorch errs. A kernel is compared with the point of the untouched module it took the place
-of: the call of the same module and source line with a result of the same shape. Nothing is reset on the way, so errors
-accumulate as they do in the end result, and the first layer that is worse than it must be is where to look.
+The graph of kernels and the untouched module run side by side, the latter in float64, the truth, and in the recipe's
+dtype, what plain PyTorch errs in the worse of two memory layouts. A kernel is compared with the point of the untouched
+module it took the place of: the call of the same module and source line with a result of the same shape. Nothing is
+reset on the way, so errors accumulate as they do in the end result, and the first layer that is worse than it must be
+is where to look.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from torch import Tensor, fx, nn
 from ridgeline.errors import NotEngaged
 from ridgeline.graph import export, mutated, origin
 from ridgeline.kernels import BY_OVERLOAD, Op
-from ridgeline.lowering import cast, lower
+from ridgeline.lowering import cast, channels_last, lower
 from ridgeline.numerics import Verdict, compare, largest, rms
 from ridgeline.recipe import Recipe
-from ridgeline.verifier import is_detections, rounding
+from ridgeline.verifier import is_detections, most_allowing, rounding
 
 _aten = torch.ops.aten
 
@@ -37,7 +38,7 @@ class Layer:
     shape: tuple[int, ...]
     verdict: Verdict | None  # None: the untouched module has no such point
     size: float = 0.0  # RMS of the true value
-    own_rms: float = 0.0  # RMS error of the untouched module in the recipe's dtype
+    own_rms: float = 0.0  # RMS error of the untouched module in the recipe's dtype, the worse of its layouts
     own_max: float = 0.0
 
     @property
@@ -66,6 +67,7 @@ def drift(module: nn.Module, inputs: Sequence[Tensor], recipe: Recipe) -> tuple[
         # a module that insists on float32 somewhere is its own reference in float32
         truth, exact = _Untouched.of(module, inputs, torch.float32, lowered.graph), False
     plain = _Untouched.of(module, inputs, recipe.torch_dtype, lowered.graph)
+    truths, owns = truth.run(), (plain.run(), plain.run_channels_last_())
     eps = rounding(recipe, exact=exact, on_gpu=inputs[0].is_cuda)
     layers: list[Layer] = []
 
@@ -76,13 +78,14 @@ def drift(module: nn.Module, inputs: Sequence[Tensor], recipe: Recipe) -> tuple[
             layers.append(Layer(op, where, shape, None))
             return
         mine = torch.cat([result[:, start:stop] for start, stop in places], dim=1)
-        true, own = (torch.cat([side.values[kernel, place] for place in places], dim=1) for side in (truth, plain))
+        true, *own = (torch.cat([side[kernel, place] for place in places], dim=1) for side in (truths, *owns))
         true = true.double()
         if is_detections(true):
-            mine, true, own = (rows[..., 4] for rows in (mine, true, own))
-        verdict = compare(mine.to(own.dtype), true, own, error_factor=recipe.limits.error_factor, eps=eps)
-        error = own.double() - true
-        layers.append(Layer(op, where, shape, verdict, rms(true), rms(error), largest(error)))
+            mine, true, *own = (rows[..., 4] for rows in (mine, true, *own))
+        factor = recipe.limits.error_factor
+        verdict = most_allowing([compare(mine.to(o.dtype), true, o, error_factor=factor, eps=eps) for o in own])
+        errors = [o.double() - true for o in own]
+        layers.append(Layer(op, where, shape, verdict, rms(true), max(map(rms, errors)), max(map(largest, errors))))
 
     with torch.no_grad():
         _Watched(lowered, set(kernels), judge).run(*(cast(tensor, recipe.torch_dtype) for tensor in inputs))
@@ -94,24 +97,37 @@ Channels = tuple[int, int]  # first and one past the last
 
 @dataclass(frozen=True)
 class _Untouched:
-    """The untouched module in one dtype: which channels of each kernel's result it also has, and their values."""
+    """The untouched module in one dtype: which channels of each kernel's result it also has, and what computes them."""
 
     places: dict[fx.Node, tuple[Channels, ...]]
-    values: dict[tuple[fx.Node, Channels], Tensor]
+    graph_module: fx.GraphModule
+    arguments: tuple[Tensor, ...]
+    found: dict[tuple[fx.Node, Channels], fx.Node]
 
     @staticmethod
     def of(module: nn.Module, inputs: Sequence[Tensor], dtype: torch.dtype, lowered: fx.Graph) -> _Untouched:
         arguments = tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in inputs)
         graph_module = export(copy.deepcopy(module).eval().requires_grad_(False).to(dtype), arguments)
         found = _counterparts(lowered, graph_module.graph)
-        made: dict[fx.Node, Tensor] = {}
-        with torch.no_grad():
-            # copied as they are made: later calls may write over them
-            _Watched(graph_module, set(found.values()), lambda node, y: made.update({node: y.clone()})).run(*arguments)
         places: dict[fx.Node, tuple[Channels, ...]] = {}
         for kernel in lowered.nodes:
             places[kernel] = tuple(place for owner, place in found if owner is kernel)
-        return _Untouched(places, {key: made[node] for key, node in found.items()})
+        return _Untouched(places, graph_module, arguments, found)
+
+    def run(self) -> dict[tuple[fx.Node, Channels], Tensor]:
+        """The values of those channels."""
+        made: dict[fx.Node, Tensor] = {}
+        with torch.no_grad():
+            # copied as they are made: later calls may write over them
+            watched = _Watched(self.graph_module, set(self.found.values()), lambda n, y: made.update({n: y.clone()}))
+            watched.run(*self.arguments)
+        return {key: made[node] for key, node in self.found.items()}
+
+    def run_channels_last_(self) -> dict[tuple[fx.Node, Channels], Tensor]:
+        """The same with inputs and weights channels-last, which they are from then on."""
+        for tensor in (*self.graph_module.parameters(), *self.graph_module.buffers()):
+            tensor.data = channels_last(tensor.data)
+        return replace(self, arguments=tuple(map(channels_last, self.arguments))).run()
 
 
 class _Watched(fx.Interpreter):

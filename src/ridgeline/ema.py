@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Container
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -64,6 +65,20 @@ class Ema:
             lerp_([average for average, _ in rest], [weight for _, weight in rest], 1 - decay)
         for average, buffer in zip(self.module.buffers(), model.buffers(), strict=True):
             average.copy_(buffer)
+
+    def check_is_of(self, model: nn.Module) -> None:
+        """Raise UsageError unless `model` has as many weights and buffers as the averages, each of the same shape."""
+        averages, weights = (
+            [(name, list(tensor.shape)) for name, tensor in (*module.named_parameters(), *module.named_buffers())]
+            for module in (self.module, model)
+        )
+        # by order and not by name: a wrapped module's names begin with the wrapper's
+        for average, weight in zip_longest(averages, weights, fillvalue=("none", [])):
+            if average[1] != weight[1] or "none" in (average[0], weight[0]):
+                raise UsageError(
+                    f"Ema: it averages another model, whose {average[0]} {average[1]} stands where this one has "
+                    f"{weight[0]} {weight[1]}: make it with Ema(model)"
+                )
 
     def pairs(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
         """Each average with its weight; tied weights once."""

@@ -17,7 +17,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
-from ridgeline import explainer
+from ridgeline import explainer, units
 from ridgeline.attribution import step_of
 from ridgeline.cache import cache_path, read_json
 from ridgeline.completeness import check
@@ -29,6 +29,7 @@ from ridgeline.profile_record import Profile, WallTime
 from ridgeline.profile_tables import profile_of
 from ridgeline.scorecard import scored
 from ridgeline.specs import ACCUMULATE, find_spec
+from ridgeline.step_span import busiest_device, launches_of, representative
 from ridgeline.step_view import Ceilings, Step, Sync
 from ridgeline.trace import Device, Trace
 from ridgeline.trace_reader import read_trace
@@ -42,6 +43,10 @@ _STATE = (
     ("power limit", "power_limit_w", "W"),
 )
 _FRAME = re.compile(r"(?P<folder>.*/)?(?P<file>[^/<]+\.pyx?)\((?P<line>\d+)\): (?P<function>.*)")
+# Least part of a graph's kernel time that operators of the same step must have the like of. In the traces of
+# tests/fixtures it is 100 % for the same step, 42 % for the same network in another layout, 1 % for another network.
+ALIGNED = 0.7
+_OTHER_STEP = 0.1  # part of its kernels by which a step may differ from itself, as outside its graph
 _SAVED = b'{"schema_version":'  # how `profile_json.write_profile` begins
 
 
@@ -52,7 +57,7 @@ class Subject:
     name: str
     command: str
     facts: Facts | None = None
-    operators: Trace | None = None  # of the same step outside its CUDA graph
+    operators: Trace | None = None  # of the same step outside its CUDA graph, as far as anybody knows
     stacks: Trace | None = None  # of the same step with Python frames
 
 
@@ -69,9 +74,10 @@ def explain(
 
     facts      what `ridgeline profile` wrote beside its trace; default: NAME.facts.json, where it is there
     operators  a trace of the same step outside its CUDA graph, for the names of the kernels inside
-    gpu        whose ceilings count; default: the one that the trace names
-    With it comes what the user's scorecard holds of this subject. Raises UsageError for what cannot be read,
-    EnvironmentUnusable for a trace from which kernels are missing.
+    gpu        whose ceilings count; default: the one that the trace names, which it stays a profile of
+    With it comes what the user's scorecard holds of this subject. Raises UsageError for what cannot be read, facts of
+    another trace, and operators of another step, which name less than ALIGNED of the graph's kernel time or find no
+    graph; EnvironmentUnusable for a trace from which kernels are missing.
     """
     path = Path(path)
     if is_saved_profile(path):
@@ -82,7 +88,12 @@ def explain(
     known = _facts(Path(facts)) if facts is not None else _facts(beside) if beside.exists() else None
     name = path.name.removesuffix(".gz").rpartition(".")[0] or path.name
     trace = read_trace(path, progress=progress)
+    if known is not None:
+        # the name of a file beside the trace says whose facts they are
+        _require_facts_of(trace, known, name if facts is not None else "", Path(facts or beside))
     eager = read_trace(operators, progress=progress) if operators is not None else None
+    if eager is not None:
+        _require_operators_of(trace, eager)
     return scored(explained(trace, Subject(name, command or f"ridgeline explain {path}", known, eager), gpu=gpu))
 
 
@@ -108,17 +119,15 @@ def explained(trace: Trace, subject: Subject, *, gpu: str | None = None) -> Prof
     if subject.stacks is not None:
         step = with_sources(step, step_of(stacks, ceilings=ceilings))
     step = with_functions(step, stacks)
-    environment = dict(facts.environment) if facts else {}
-    if ceilings is None:
-        # the tables ask for the name of a GPU that no ceilings name
-        environment["gpu"] = trace.devices[0].name if trace.devices else "unknown GPU"
+    own_gpu = _gpu_of(trace.devices)
     profile = profile_of(
         step,
         subject=subject.name,
         command=subject.command,
-        environment=environment,
+        environment=dict(facts.environment) if facts else {},
         wall=facts.wall if facts else None,
         coverage=coverage,
+        gpu=own_gpu or ("" if ceilings else "unknown GPU"),
     )
     findings, abstentions, remaining_s = explainer.explain(step)
     return replace(profile, findings=findings, abstentions=abstentions, remaining_s=remaining_s)
@@ -156,6 +165,58 @@ def ceilings_of(devices: Sequence[Device], gpu: str | None) -> Ceilings | None:
         l2_bytes=spec.l2_bytes,
         measured=bool(measured),
     )
+
+
+def kernels_of_step(trace: Trace) -> int:
+    """How many kernels, copies and fills the trace's representative step has; 0 without any."""
+    span = representative(trace, busiest_device(trace), launches_of(trace))
+    return len(span.activities) if span else 0
+
+
+def _require_facts_of(trace: Trace, facts: Facts, name: str, path: Path) -> None:
+    """Raise UsageError for facts of another trace: by `name`, "" where it does not count, by GPU, by kernels a step."""
+    if name and facts.name and facts.name != name:
+        raise UsageError(
+            f"{path} has the facts of {facts.name!r} and the trace is {name!r}: name its own facts, or leave --facts "
+            f"out"
+        )
+    gpu = _gpu_of(trace.devices)
+    if gpu and facts.gpu and gpu.casefold() != _gpu_named(facts.gpu).casefold():
+        raise UsageError(
+            f"{path} has the facts of a step on {facts.gpu} and {trace.path} is from {gpu}: name its own facts"
+        )
+    count = kernels_of_step(trace)
+    if facts.kernels and abs(count - facts.kernels) > _OTHER_STEP * facts.kernels:
+        raise UsageError(
+            f"{path} has the facts of a step of {facts.kernels} kernels and that of {trace.path} has {count}: name its "
+            f"own facts"
+        )
+
+
+def _require_operators_of(trace: Trace, eager: Trace) -> None:
+    """Raise UsageError where there is nothing to name in the trace, or `eager` is of another step."""
+    kernels = [kernel for kernel in step_of(trace, eager=eager).kernels if kernel.in_graph]
+    if not kernels:
+        raise UsageError(f"{trace.path} holds no CUDA graph, whose kernels --operators would name: leave it out")
+    total_s = sum(kernel.seconds for kernel in kernels)
+    share = sum(kernel.seconds for kernel in kernels if kernel.call is not None) / total_s if total_s else 1.0
+    if share < ALIGNED:
+        raise UsageError(
+            f"{eager.path} is of another step than {trace.path}: it has the like of {units.percent(share)} of the "
+            f"graph's kernel time, and {units.percent(ALIGNED, 0)} is the least; trace the same step outside its graph"
+        )
+
+
+def _gpu_of(devices: Sequence[Device]) -> str:
+    """The GPU that a trace names, spelled as its data sheet where there is one; "" where it names none."""
+    return _gpu_named(devices[0].name, devices[0].sm_count or None) if devices else ""
+
+
+def _gpu_named(name: str, sm_count: int | None = None) -> str:
+    try:
+        return find_spec(name, sm_count=sm_count).name
+    except UsageError:
+        return name
 
 
 def with_sources(step: Step, stacked: Step) -> Step:
@@ -232,6 +293,7 @@ def _facts_of_one_step(data: Mapping[str, Any]) -> Facts:
         first=0,
         complete=True,
         gpu=str(data["gpu"]),
+        name=str(data.get("name", "")),
         gpu_s=float(data["in_a_row_s"]),
         settings={name: str(value) for name, value in settings.items() if value is not None},
         environment={name: str(value) for name, value in words.items() if value is not None},

@@ -4,16 +4,20 @@ A product in FP8 takes the time of its roofline with 1-byte operands and the res
 and gradient that enters one must be quantised first, once, whichever passes share it: x by forward and wgrad, dy by
 dgrad and wgrad. Weights cost nothing, the optimizer's pass writes them. Of the eight ways to choose the passes of a
 layer the fastest is taken. Method: T_fp8 = B/G + F/roof_fp8 against T_bf16 = F/roof_bf16, the seed of `fp8_pays`.
+
+What the FP8 pass of a training step leaves alone (`train_rewrites.fp8_passes`, `linear_layers`) stays as it is here
+too, and says why. A plan is told from the calls of a trace, which hold no tensors: sizes are read off their shapes.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 from ridgeline.cost import Call
-from ridgeline.errors import UsageError
+from ridgeline.errors import EnvironmentUnusable, UsageError
 from ridgeline.roofline import QUANTISE_DYNAMIC, QUANTISE_FUSED, QUANTISE_STATIC, bound, fp8_seconds
 from ridgeline.specs import DeviceSpec
 
@@ -23,6 +27,16 @@ PASSES = ("forward", "dgrad", "wgrad")
 QUANTISE = {"static": QUANTISE_STATIC, "dynamic": QUANTISE_DYNAMIC, "fused": QUANTISE_FUSED}
 _MULTIPLE = 16  # of channels, which FP8's matrix instructions and 16-byte loads need
 _KINDS = ("conv", "matmul")
+# of GPUs for which this project has kernels, and of maps and filters whose weight gradient it computes in FP8
+_ARCHITECTURES = ("sm_89", "sm_90", "sm_120")
+_FILTER_SIZES = (1, 3)
+_ROWS, _COLUMNS = 4, (4, 8, 16, 32, 64, 128)
+_TOKENS = 16
+# a plain convolution: "128x256x16x16 * 256x256x3x3 s1 p1"; strides, paddings, dilations that differ are written "1x2"
+_CONVOLUTION = re.compile(
+    r"(?P<n>\d+)x(?P<c>\d+)x(?P<h>\d+)x(?P<w>\d+) \* (?P<k>\d+)x\d+x(?P<r>\d+)x(?P<s>\d+)"
+    r" s(?P<stride>\S+) p(?P<padding>\S+)(?P<rest>.*)"
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +46,7 @@ class Fp8Layer:
     layer: str
     shape: str
     bf16_s: Mapping[str, float]  # by pass
-    fp8_s: Mapping[str, float]  # by pass, without quantising; empty where FP8 cannot run it
+    fp8_s: Mapping[str, float]  # by pass, without quantising; those that FP8 kernels compute
     quantise_s: Mapping[str, float]  # by tensor, "x" and "dy"
     chosen: tuple[str, ...]
     reason: str  # why no pass is chosen, "" where one is
@@ -69,14 +83,31 @@ def fp8_plan(calls: Sequence[Call], spec: DeviceSpec, *, quantise: str = "static
 
     quantise   "static" (3 bytes an element: delayed scaling), "dynamic" (5: its own maximum first) or "fused" (the
                producer writes one byte in place of two)
-    Raises UsageError for a step without 16-bit tensor-core products, EnvironmentUnusable for a GPU without FP8.
+    A linear layer of as many rows as the first convolution has images is taken for one of a row an image.
+    Raises UsageError for a step without 16-bit tensor-core products, EnvironmentUnusable for a GPU without FP8, or
+    with FP8 that there are no kernels for.
     """
     if quantise not in QUANTISE:
         raise UsageError(f"quantise must be one of {', '.join(QUANTISE)}, got {quantise!r}")
-    layers = tuple(_layer(group, spec, QUANTISE[quantise]) for group in _groups(calls))
+    _require_fp8(spec)
+    images = next((int(found["n"]) for call in calls if (found := _CONVOLUTION.fullmatch(call.shape))), 0)
+    layers = tuple(_layer(group, spec, QUANTISE[quantise], images) for group in _groups(calls))
     if not layers:
         raise UsageError("no convolution or linear layer here runs in bf16 or fp16: pass --dtype bf16")
     return Fp8Plan(spec.name, spec.source, quantise, layers)
+
+
+def _require_fp8(spec: DeviceSpec) -> None:
+    if "tensor_fp8" not in spec.peaks:
+        raise EnvironmentUnusable(
+            f"{spec.name} ({spec.architecture}) has no FP8 unit: leave --fp8 out, or name a GPU that has one, such as "
+            f"--gpu L4 or --gpu H200"
+        )
+    if spec.architecture not in _ARCHITECTURES:
+        raise EnvironmentUnusable(
+            f"{spec.name} is {spec.architecture}, and the FP8 kernels here are for {', '.join(_ARCHITECTURES)}: leave "
+            f"--fp8 out, or name such a GPU with --gpu"
+        )
 
 
 def _groups(calls: Sequence[Call]) -> Iterator[dict[str, Call]]:
@@ -96,7 +127,7 @@ def _groups(calls: Sequence[Call]) -> Iterator[dict[str, Call]]:
         yield group
 
 
-def _layer(group: Mapping[str, Call], spec: DeviceSpec, quantise_bytes: float) -> Fp8Layer:
+def _layer(group: Mapping[str, Call], spec: DeviceSpec, quantise_bytes: float, images: int) -> Fp8Layer:
     forward = group["forward"]
     gemm = forward.gemm
     assert gemm is not None
@@ -107,15 +138,44 @@ def _layer(group: Mapping[str, Call], spec: DeviceSpec, quantise_bytes: float) -
         quantise_s["dy"] = per_element_s * gemm.m * gemm.n * gemm.count
     fp8_s: dict[str, float] = {}
     chosen: tuple[str, ...] = ()
-    if gemm.count != 1:
-        reason = "grouped: each group is too small a product"
-    elif gemm.n % _MULTIPLE or gemm.k % _MULTIPLE:
-        reason = f"{gemm.n} outputs from {gemm.k} inputs: FP8 takes multiples of {_MULTIPLE}"
-    else:
-        fp8_s = {name: _fp8_s(call, spec) for name, call in group.items()}
+    reason = _why_not(forward, images)
+    if not reason:
+        without = () if _has_quads(forward, images) else ("wgrad",)
+        fp8_s = {name: _fp8_s(call, spec) for name, call in group.items() if name not in without}
         chosen = _best(bf16_s, fp8_s, quantise_s)
         reason = "" if chosen else "quantising costs more than FP8 saves"
     return Fp8Layer(forward.module, forward.shape, bf16_s, fp8_s, quantise_s, chosen, reason)
+
+
+def _why_not(forward: Call, images: int) -> str:
+    """Why a layer stays as it is, "" where kernels could compute it in FP8."""
+    gemm, conv = forward.gemm, _CONVOLUTION.fullmatch(forward.shape)
+    assert gemm is not None
+    if gemm.count != 1:
+        return "grouped: each group is too small a product"
+    if conv is None and forward.kind.startswith("conv"):
+        return "transposed, or not of two axes"
+    inputs = int(conv["c"]) if conv else gemm.k
+    if gemm.n % _MULTIPLE or inputs % _MULTIPLE:
+        return f"{gemm.n} outputs from {inputs} inputs: FP8 takes multiples of {_MULTIPLE}"
+    if conv is None:
+        return f"one row an image ({gemm.m}): FP8 takes rows of tokens" if gemm.m <= images else ""
+    if conv["stride"] != "1" or conv["rest"]:
+        return f"stride {conv['stride']}{conv['rest']}: FP8 takes stride 1 without dilation"
+    padding = (conv["padding"].split("x") * 2)[:2]
+    if any(2 * int(p) != int(conv[size]) - 1 for p, size in zip(padding, "rs", strict=True)):
+        return f"padding {conv['padding']}: FP8 takes what keeps the size of a map"
+    return ""
+
+
+def _has_quads(forward: Call, images: int) -> bool:
+    """Whether kernels compute its weight gradient in FP8 too: from quads of its maps."""
+    conv, gemm = _CONVOLUTION.fullmatch(forward.shape), forward.gemm
+    assert gemm is not None
+    if conv is None:
+        return gemm.m // max(images, 1) % _TOKENS == 0
+    filters = {int(conv["r"]), int(conv["s"])} <= {*_FILTER_SIZES}
+    return filters and int(conv["h"]) % _ROWS == 0 and int(conv["w"]) in _COLUMNS
 
 
 def _fp8_s(call: Call, spec: DeviceSpec) -> float:
@@ -126,7 +186,7 @@ def _fp8_s(call: Call, spec: DeviceSpec) -> float:
 
 
 def _best(bf16_s: Mapping[str, float], fp8_s: Mapping[str, float], quantise_s: Mapping[str, float]) -> tuple[str, ...]:
-    subsets = [subset for size in range(len(bf16_s) + 1) for subset in combinations(bf16_s, size)]
+    subsets = [subset for size in range(len(fp8_s) + 1) for subset in combinations(fp8_s, size)]
     return min(subsets, key=lambda subset: _seconds(bf16_s, fp8_s, quantise_s, subset))
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import logging
+import sys
 import traceback
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +16,14 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from ridgeline.errors import NotEngaged
 from ridgeline.kernels._nhwc import pixel_pitch
+
+_log = logging.getLogger(__name__)
+_LIBRARY = str(Path(torch.__file__).parent)
 
 _COPIES = ("aten.clone.default", "aten.contiguous.default", "aten.copy.default", "aten.copy_.default")
 _FILLS = ("aten.zeros.default", "aten.zeros_like.default", "aten.fill_.Scalar", "aten.zero_.default")
@@ -30,10 +38,19 @@ def export(module: nn.Module, inputs: Sequence[Tensor]) -> fx.GraphModule:
     stands in the way, for a module that torch.export refuses or whose shapes or numbers are read back from tensors.
     """
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _without_dump():
             graph_module = torch.export.export(module, tuple(inputs)).module()
-    except RuntimeError as error:
+    except GuardOnDataDependentSymNode as error:
+        raise NotEngaged(
+            f"{type(module).__name__} cannot be exported: it branches on the values of a tensor{_user_line(error)}: "
+            f"choose by torch.where, or keep the branch out of the forward pass"
+        ) from error
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, ValueError) and not _is_pytorchs(error):
+            raise
         reason = f"{_first_sentence(error)}{_user_line(error)}"
+        if "Cannot view" in reason or "view size" in reason:
+            reason += ": maps are channels-last here, which reshape takes and view may not"
         raise NotEngaged(f"{type(module).__name__} cannot be exported: {reason}") from error
     assert isinstance(graph_module, fx.GraphModule)
     for node in list(graph_module.graph.nodes):
@@ -170,10 +187,36 @@ def _reads_back(node: fx.Node) -> bool:
     return any(isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) for number in numbers)
 
 
+@contextmanager
+def _without_dump() -> Iterator[None]:
+    """torch.export prints the graph so far before it refuses a read value, and warns beside it: here that is logged.
+
+    What else is written to stderr meanwhile follows at the end.
+    """
+    symbols, written, dump = logging.getLogger("torch.fx.experimental.symbolic_shapes"), io.StringIO(), ""
+    was = symbols.level
+    symbols.setLevel(logging.ERROR)
+    try:
+        with redirect_stderr(written):
+            yield
+    except RuntimeError as error:
+        dump = str(getattr(error, "partial_fx_graph", ""))
+        _log.debug("torch.export refused after %s", dump)
+        raise
+    finally:
+        symbols.setLevel(was)
+        rest = written.getvalue()
+        sys.stderr.write(rest.replace(f"{dump}\n", "") if dump else rest)
+
+
+def _is_pytorchs(error: Exception) -> bool:
+    """Whether PyTorch raised it, and not the module."""
+    return traceback.extract_tb(error.__traceback__)[-1].filename.startswith(_LIBRARY)
+
+
 def _user_line(error: Exception) -> str:
     """ " (net.py:12)": the innermost line outside PyTorch that an error passed through."""
-    library = str(Path(torch.__file__).parent)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(library)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARY)]
     own = [frame for frame in frames if frame.filename not in (__file__, "<string>")]
     return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
 

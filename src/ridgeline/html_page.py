@@ -74,7 +74,7 @@ def write_html(path: str | Path, html: str) -> Path:
     try:
         write_file(path, lambda file: file.write(html.encode()))
     except OSError as error:
-        raise UsageError(f"report: cannot write {path}: {error.strerror}; name a file in a writable folder") from error
+        raise UsageError(f"cannot write {path} ({error.strerror}): name a file in a writable folder") from error
     return path
 
 

@@ -1,4 +1,4 @@
-"""A profile's step as CSV: kernels, copies, overlap and idle, a row each; `total_seconds` adds up to the step."""
+"""A profile's unprofiled step as CSV: kernels, copies, overlap, idle, a row each; `total_seconds` adds up to it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Iterator
 
-from ridgeline.profile_record import KernelRow, Profile
+from ridgeline.profile_record import UNTRACED, KernelRow, Profile
 from ridgeline.report import one_line
 
 # Names carry their unit. A cell that does not apply is empty; overlap is negative: it was counted twice above.
@@ -18,7 +18,10 @@ HEADER = (
 
 
 def to_csv(profile: Profile) -> str:
-    """Every row of the profile under HEADER, without a last newline. `part` is kernel, copy, overlap or idle."""
+    """Every row of the profile under HEADER, without a last newline.
+
+    `part` is kernel, copy, overlap, idle or untraced.
+    """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(HEADER)
@@ -29,7 +32,7 @@ def to_csv(profile: Profile) -> str:
 
 def _rows(profile: Profile) -> Iterator[dict[str, object]]:
     def part(kind: str, name: str, total_s: float) -> dict[str, object]:
-        of_step = total_s / profile.traced_step_s if profile.traced_step_s else ""
+        of_step = total_s / profile.step_s if profile.step_s else ""
         return {"part": kind, "name": name, "total_seconds": total_s, "of_step": of_step}
 
     copied_bytes = {row.name: row.bytes for row in profile.copies}
@@ -41,6 +44,9 @@ def _rows(profile: Profile) -> Iterator[dict[str, object]]:
         yield part("overlap", "overlap", -profile.overlap_s)
     for cause, idle_s in profile.idle.items():
         yield part("idle", cause, idle_s)
+    for bar in profile.waterfall:
+        if bar.name == UNTRACED:
+            yield part("untraced", bar.name, bar.seconds)
 
 
 def _kernel(row: KernelRow) -> dict[str, object]:

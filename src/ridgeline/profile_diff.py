@@ -117,8 +117,20 @@ def interval_text(interval: Interval | None) -> str:
 
 
 def _settings(before: Profile, after: Profile) -> tuple[Setting, ...]:
-    first = {"subject": before.subject, "GPU": before.gpu, "command": before.command, **before.environment}
-    second = {"subject": after.subject, "GPU": after.gpu, "command": after.command, **after.environment}
+    first = {
+        "subject": before.subject,
+        "GPU": before.gpu,
+        "ceilings of": before.ceilings_gpu or before.gpu,
+        "command": before.command,
+        **before.environment,
+    }
+    second = {
+        "subject": after.subject,
+        "GPU": after.gpu,
+        "ceilings of": after.ceilings_gpu or after.gpu,
+        "command": after.command,
+        **after.environment,
+    }
     names = dict.fromkeys([*first, *second])
     pairs = ((name, first.get(name, ABSENT), second.get(name, ABSENT)) for name in names)
     return tuple(Setting(name, old, new) for name, old, new in pairs if old != new)

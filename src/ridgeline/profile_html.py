@@ -14,6 +14,7 @@ from ridgeline.profile_html_tables import copy_table, kernel_tables, point_table
 from ridgeline.profile_record import Profile
 from ridgeline.profile_summary import (
     NO_FIX,
+    basis,
     best,
     busy_share,
     calibration_text,
@@ -71,7 +72,7 @@ def _overview(profile: Profile) -> str:
         (
             "GPU idle",
             units.seconds(idle_s) if idle_s else "none",
-            "in the trace" + (f", mostly {cause}" if idle_s else ""),
+            "of the step" + (f", mostly {cause}" if idle_s else ""),
         ),
         ("Of the roof", share_text(roof_share(profile)), _roof_note(profile)),
         ("After the fixes", units.seconds(left_s) if left_s is not None else ABSENT, "is left of the step"),
@@ -81,9 +82,11 @@ def _overview(profile: Profile) -> str:
         for name, value, note in facts
     )
     picks = "".join(_pick(index, finding) for index, finding in enumerate(profile.findings) if finding in best(profile))
+    caution = profile.extra.get("caution", "")
     heading = "<h3>What to do first</h3>" if picks else f'<p class="lede">{NO_FIX.capitalize()}.</p>'
     return (
         f'<h2>{text(profile.subject)}</h2><p class="meta">{text(profile.gpu)}</p><dl class="strip">{items}</dl>'
+        + (f'<p class="note">Caution: {text(caution)}.</p>' if caution else "")
         + heading
         + (f'<ol class="picks">{picks}</ol>' if picks else "")
     )
@@ -108,7 +111,9 @@ def _pick(index: int, finding: Finding) -> str:
 def _roof_note(profile: Profile) -> str:
     if profile.floor_s is None:
         return "no ceilings for this GPU"
-    return f"{units.seconds(profile.floor_s)} on the {'measured' if profile.peaks_measured else 'data sheet'} ceilings"
+    whose = f" of {profile.ceilings_gpu}" if profile.ceilings_gpu else ""
+    source = "measured" if profile.peaks_measured else "data sheet"
+    return f"{units.seconds(profile.floor_s)} on the {source} ceilings{whose}"
 
 
 def _waterfall(profile: Profile) -> str:
@@ -116,12 +121,16 @@ def _waterfall(profile: Profile) -> str:
         return ""
     slots, parts, at_s = category_slots(profile), [], 0.0
     total_s = sum(bar.seconds for bar in profile.waterfall) or 1.0
+    whole_s = step_s(profile) or 1.0
     for bar in profile.waterfall:
         style = "idle" if bar.idle else f"k{slots.get(bar.name, 0)}"
-        parts.append(_bar(bar.name, style, at_s, bar.seconds, total_s, share_text(bar.seconds / total_s)))
+        parts.append(_bar(bar.name, style, at_s, bar.seconds, total_s, share_text(bar.seconds / whole_s)))
         at_s += bar.seconds
     parts.append(_bar("step", "total", 0.0, total_s, total_s, ""))
-    note = "The traced step, piece by piece: each bar begins where the one above it ends. Hatched: the GPU idles."
+    note = (
+        "The step, piece by piece: each bar begins where the one above it ends. Hatched: the GPU idles. "
+        f"{text(basis(profile))}"
+    )
     return f'<p class="note">{note}</p><ul class="fall">{"".join(parts)}</ul>{_remaining(profile)}'
 
 
@@ -171,7 +180,8 @@ def _timeline(profile: Profile) -> str:
     listed = dict.fromkeys(lane.category for lane in profile.timeline if lane.stream >= 0)
     swatches = "".join(f'<li class="k{slots[name]}">{text(name)}' for name in listed)
     return (
-        f'<p class="note">{drawn.lanes} kernels, copies and gaps of one step.{hidden} Drag to move; pinch, or click '
+        f'<p class="note">{drawn.lanes} kernels, copies and gaps of one step as traced, profiler included.'
+        f"{hidden} Drag to move; pinch, or click "
         "and turn the wheel, to zoom. Keys: + and − zoom, ← and → go from one to the next, ↑ and ↓ change the row, "  # noqa: RUF001
         "Home and End go to the ends, 0 shows all.</p>"
         f'<figure class="timeline" data-rows="{drawn.rows}"><noscript>The timeline needs a script to draw; the tables '

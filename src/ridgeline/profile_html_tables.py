@@ -103,7 +103,6 @@ def sync_table(profile: Profile) -> str:
 
 def _kernel_columns(profile: Profile, *, by_shape: bool) -> tuple[Column, ...]:
     slots = category_slots(profile)
-    step_s = profile.traced_step_s
     longest_s = max((row.total_s for row in profile.by_name), default=0.0)
     shapes = (_text("shapes", lambda row: row.shapes or ABSENT),) if by_shape else ()
     return (
@@ -112,7 +111,7 @@ def _kernel_columns(profile: Profile, *, by_shape: bool) -> tuple[Column, ...]:
         Column("class", lambda row: cell(f"k{slots.get(row.category, 0)}", row.category), textual=True),
         _plain("count", lambda row: str(row.count)),
         Column("total", lambda row: bar_cell(units.seconds(row.total_s), _part(row.total_s, longest_s))),
-        _plain("%", lambda row: share_text(_part(row.total_s, step_s))),
+        _plain("%", lambda row: share_text(_part(row.total_s, profile.step_s))),
         _plain("avg", lambda row: units.seconds(row.mean_s)),
         _plain("median", lambda row: units.seconds(row.median_s)),
         _plain("min", lambda row: units.seconds(row.min_s)),

@@ -22,14 +22,16 @@ _AGAIN = "profile again to write a new one"
 
 
 def to_json(profile: Profile) -> str:
-    """One JSON object, `schema_version` first, the fields of `Profile` by name; seconds, bytes, FLOPs throughout.
+    """One JSON object: `schema_version` first, `step_s`, of which shares are told, and the fields of `Profile` by name.
+
+    Seconds, bytes, FLOPs throughout.
 
     Raises ValueError, naming the place, on a number that is not finite: what cannot be drawn is not kept.
     """
     stray = _not_finite(profile, "Profile")
     if stray:
         raise ValueError(f"to_json: {stray} is not finite: leave it out or make it None")
-    data = {"schema_version": profile.schema_version, **to_plain(profile)}
+    data = {"schema_version": profile.schema_version, "step_s": profile.step_s, **to_plain(profile)}
     return json.dumps(data, allow_nan=False, separators=(",", ":"))
 
 
@@ -57,7 +59,7 @@ def read_profile(path: str | Path) -> Profile:
             f"{path} has schema_version {data['schema_version']!r:.20}, this ridgeline reads {SCHEMA_VERSION}: {_AGAIN}"
         )
     try:
-        profile = from_plain(Profile, data)
+        profile = from_plain(Profile, {name: value for name, value in data.items() if name != "step_s"})
         profile = replace(profile, findings=tuple(map(_with_numbered_edit, profile.findings)))
     except (ValueError, TypeError) as error:
         raise UsageError(f"{path} is a damaged profile ({error}): {_AGAIN}") from error

@@ -45,6 +45,8 @@ class Facts:
     settings: Mapping[str, str] = field(default_factory=dict)  # as `Step.settings`
     environment: Mapping[str, str] = field(default_factory=dict)  # for people: versions, driver, clocks, power
     parameters: tuple[tuple[tuple[int, ...], str], ...] = ()  # shape and dtype of those the optimizer updates
+    name: str = ""  # of the trace that they are facts of; "" where they are known by the place they lie in
+    kernels: int | None = None  # kernels, copies and fills in the step of that trace; None where nobody counted
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from ridgeline.finding import Abstention, Finding
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 2: idle time, waits and waterfall are those of the unprofiled step
+UNTRACED = "not in the trace"  # a bar of the waterfall: what an unprofiled step takes beyond the traced one
 
 
 @dataclass(frozen=True)
@@ -118,14 +119,19 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Profile:
-    """One profile of one step. Seconds are of one step; `kernels` adds up, with overlap removed and idle, to it."""
+    """One profile of one step. Seconds are of one step; shares are of `step_s`.
+
+    `kernels` adds up to it, with overlap removed, idle time, and what is not in the trace. Idle time and bubbles have
+    the profiler's own time taken out (`step_edit.unprofiled`), where somebody timed the step without it; `timeline`
+    stays as traced.
+    """
 
     subject: str
     command: str  # how to make it again
-    gpu: str
+    gpu: str  # that the trace is from; where the trace names none, the one whose ceilings were asked for
     environment: Mapping[str, str]  # versions, driver, clocks, temperature, precision switches
     wall: WallTime | None
-    traced_step_s: float
+    traced_step_s: float  # the profiler's own time included
     busy_s: float
     idle: Mapping[str, float]  # by cause
     overlap_s: float  # kernel time that ran beside other kernels: sum of rows - overlap + idle = step
@@ -148,3 +154,9 @@ class Profile:
     calibrations: tuple[Calibration, ...] = ()
     schema_version: int = SCHEMA_VERSION
     extra: Mapping[str, str] = field(default_factory=dict)
+    ceilings_gpu: str = ""  # whose ceilings these are, where not those of `gpu`
+
+    @property
+    def step_s(self) -> float:
+        """Time of a step, of which shares are told: the unprofiled median; the traced one where nobody timed it."""
+        return self.wall.median_s if self.wall else self.traced_step_s

@@ -14,13 +14,29 @@ WEIGHTY = 0.005  # of a step: less is no headline, for repeated timings differ b
 NOTHING = 0.0005  # of a step: findings that save less at most, after those before them, are named together
 WAITS = ("H5", "H6", "H7", "H8")  # told in full however little they save: they forbid a graph
 ABOVE_ROOF = 1.05  # of its roofline time a kernel cannot take less by measurement error alone
+_SAME = 1.001  # of a sum of times
 NO_FIX = "no finding names a saving worth a word"
 EFFORT_WORDS = {"S": "a flag or a line", "M": "an edit", "L": "a kernel or a restructuring"}
 
 
 def step_s(profile: Profile) -> float:
-    """Time of a step: the unprofiled median, and the traced one only where nobody timed it."""
-    return profile.wall.median_s if profile.wall else profile.traced_step_s
+    """Time of a step, of which every share is told."""
+    return profile.step_s
+
+
+def basis(profile: Profile) -> str:
+    """What shares of the step are shares of, in a sentence or two; "" where there is no step."""
+    if not step_s(profile):
+        return ""
+    if profile.wall is None:
+        return f"Shares are of the step as traced, {units.seconds(profile.traced_step_s)}, profiler included."
+    said = f"Shares are of the unprofiled step, {units.seconds(step_s(profile))}."
+    pieces_s = sum(bar.seconds for bar in profile.waterfall)
+    if profile.traced_step_s > pieces_s * _SAME:
+        said += f" Idle time is without the {units.seconds(profile.traced_step_s - pieces_s)} that the profiler adds."
+    if pieces_s > step_s(profile) * _SAME:
+        said += f" The kernels of the trace alone take longer, so the parts add up to {units.seconds(pieces_s)}."
+    return said
 
 
 def roof_share(profile: Profile) -> float | None:
@@ -39,8 +55,7 @@ def unroofed_share(profile: Profile) -> float:
 
 def busy_share(profile: Profile) -> float | None:
     """GPU work over the step. Above 1 where the profiler slowed the GPU itself."""
-    step = step_s(profile)
-    return profile.busy_s / step if step else None
+    return _part(profile.busy_s, profile)
 
 
 def priced(profile: Profile) -> tuple[Finding, ...]:
@@ -67,8 +82,11 @@ def headline(profile: Profile) -> tuple[tuple[str, str], ...]:
     facts = [("subject", profile.subject), ("step", step_text(profile)), ("GPU busy", busy_text(profile))]
     if profile.idle:
         idle_s = sum(profile.idle.values())
-        facts.append(("GPU idle", f"{units.seconds(idle_s)} in the trace: {_largest(profile.idle)}"))
+        share = share_text(_part(idle_s, profile))
+        facts.append(("GPU idle", f"{share} of the step: {units.seconds(idle_s)}, {_largest(profile.idle)}"))
     facts.append(("of the roof", roof_text(profile)))
+    if caution := profile.extra.get("caution"):
+        facts.append(("caution", caution))
     for number, finding in enumerate(best(profile), 1):
         worth = f"{worth_text(finding)}, {effort(finding)}"
         facts.append((f"fix {number}", f"{finding.rule} {finding.title}: {worth}"))
@@ -83,10 +101,15 @@ def environment(profile: Profile) -> tuple[tuple[str, str], ...]:
         f"{name.replace('_', ' ')} {units.bandwidth(value) if name == 'bandwidth' else units.rate(value)}"
         for name, value in profile.peaks.items()
     )
-    source = "measured on this GPU" if profile.peaks_measured else "data sheet; `ridgeline doctor --measure` measures"
+    whose = f"{profile.ceilings_gpu}: " if profile.ceilings_gpu else ""
+    source = (
+        f"measured on {'that' if whose else 'this'} GPU"
+        if profile.peaks_measured
+        else "data sheet; `ridgeline doctor --measure` measures"
+    )
     return (
         ("GPU", profile.gpu),
-        ("ceilings", f"{ceilings} ({source})" if ceilings else "unknown for this GPU"),
+        ("ceilings", f"{whose}{ceilings} ({source})" if ceilings else "unknown for this GPU"),
         *profile.environment.items(),
     )
 
@@ -111,6 +134,7 @@ def roof_text(profile: Profile) -> str:
     if (unknown := unroofed_share(profile)) > MOSTLY:
         return f"unknown: no formula or shapes for kernels that hold {units.percent(unknown)} of the kernel time"
     ceilings = "measured ceilings" if profile.peaks_measured else "data sheet's ceilings"
+    ceilings += f" of {profile.ceilings_gpu}" if profile.ceilings_gpu else ""
     return f"{share_text(roof_share(profile))}: these kernels need {units.seconds(profile.floor_s)} on the {ceilings}"
 
 
@@ -177,6 +201,10 @@ def duration(value_s: float) -> str:
 
 def share_text(share: float | None) -> str:
     return ABSENT if share is None else units.percent(share)
+
+
+def _part(seconds: float, profile: Profile) -> float | None:
+    return seconds / step_s(profile) if step_s(profile) else None
 
 
 def _largest(seconds: Mapping[str, float]) -> str:

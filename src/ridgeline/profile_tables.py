@@ -11,7 +11,8 @@ from ridgeline import units
 from ridgeline.kernel_costs import pipe_of
 from ridgeline.kernel_names import short_name
 from ridgeline.overlap import alone_and_shared
-from ridgeline.profile_record import Bar, CopyRow, KernelRow, Lane, Point, Profile, SyncRow, WallTime
+from ridgeline.profile_record import UNTRACED, Bar, CopyRow, KernelRow, Lane, Point, Profile, SyncRow, WallTime
+from ridgeline.step_edit import unprofiled
 from ridgeline.step_view import CAUSES, Ceilings, Kernel, Step
 
 MOST_LANES = 3000
@@ -25,6 +26,7 @@ _IDLE_BARS = {
     "unknown": "idle, cause unknown",
 }
 _ABOVE_ROOF = 1.05  # of its roofline time a kernel cannot take less by measurement error alone
+_ROUNDING_S = 1e-9
 _TENSOR_CORE = {True: "yes", False: "no", None: "unknown"}
 
 
@@ -36,20 +38,26 @@ def profile_of(
     environment: Mapping[str, str],
     wall: WallTime | None,
     coverage: float | None,
+    gpu: str = "",
 ) -> Profile:
     """Everything a report shows of a step but findings, which `explain` adds.
 
-    `extra` names kernels above their roof ("above_roof") and what no rule of names knows ("unknown_kernels").
+    gpu   that the trace is from; default: that of the ceilings
+    `extra` names kernels above their roof ("above_roof"), what no rule of names knows ("unknown_kernels"), and that the
+    ceilings are another GPU's ("caution").
     """
     ceilings = step.ceilings
+    gpu = gpu or (ceilings.gpu if ceilings else "")
+    ceilings_gpu = ceilings.gpu if ceilings and ceilings.gpu != gpu else ""
+    truth = unprofiled(step)  # as rules see it, so that their shares and these are of one step
     busy_s = step.busy_s
     worked_s = sum(kernel.seconds for kernel in step.kernels)
     rows = kernel_rows(step, lambda kernel: (kernel.activity.name, kernel.shapes))
-    idle = dict(_totals((gap.cause, gap.duration_s) for gap in step.gaps))
+    idle = dict(_totals((gap.cause, gap.duration_s) for gap in truth.gaps))
     return Profile(
         subject=subject,
         command=command,
-        gpu=ceilings.gpu if ceilings else environment.get("gpu", ""),
+        gpu=gpu,
         environment=dict(environment),
         wall=wall,
         traced_step_s=step.duration_s,
@@ -59,8 +67,8 @@ def profile_of(
         kernels=rows,
         by_name=tuple(replace(row, shapes="") for row in kernel_rows(step, lambda kernel: kernel.activity.name)),
         copies=copy_rows(step),
-        syncs=sync_rows(step),
-        waterfall=waterfall(step),
+        syncs=sync_rows(truth),
+        waterfall=waterfall(truth),
         timeline=timeline(step),
         points=points(step),
         peaks={**ceilings.peaks, "bandwidth": ceilings.bandwidth} if ceilings else {},
@@ -71,7 +79,8 @@ def profile_of(
         floor_s=_floor_s(step),
         findings=(),
         abstentions=(),
-        extra=_notes(step, rows),
+        extra=_notes(step, rows, gpu, ceilings_gpu),
+        ceilings_gpu=ceilings_gpu,
     )
 
 
@@ -117,14 +126,19 @@ def sync_rows(step: Step) -> tuple[SyncRow, ...]:
 
 
 def waterfall(step: Step) -> tuple[Bar, ...]:
-    """Where the step goes: work by category, time shared evenly where kernels overlap, then idle time by cause."""
+    """Where the step goes: work by category, time shared evenly where kernels overlap, then idle time by cause.
+
+    What the unprofiled step takes beyond the traced one stands last.
+    """
     _, shared = alone_and_shared([(kernel.activity.start_s, kernel.activity.end_s) for kernel in step.kernels])
     categories = (kernel.known.category for kernel in step.kernels)
     work = [Bar(name, seconds, idle=False) for name, seconds in _totals(zip(categories, shared, strict=True))]
     idle = [
         Bar(n, seconds, idle=True) for n, seconds in _totals((_IDLE_BARS[g.cause], g.duration_s) for g in step.gaps)
     ]
-    return (*work, *idle)
+    beyond_s = (step.wall_s or 0.0) - step.duration_s
+    untraced = [Bar(UNTRACED, beyond_s, idle=True)] if beyond_s > _ROUNDING_S else []
+    return (*work, *idle, *untraced)
 
 
 def timeline(step: Step) -> tuple[Lane, ...]:
@@ -245,10 +259,10 @@ def _floor_s(step: Step) -> float | None:
     return sum(kernel.seconds if kernel.floor_s is None else kernel.floor_s for kernel in step.kernels)
 
 
-def _notes(step: Step, rows: Sequence[KernelRow]) -> dict[str, str]:
-    notes = {}
+def _notes(step: Step, rows: Sequence[KernelRow], gpu: str, ceilings_gpu: str) -> dict[str, str]:
+    notes = _caution(gpu, ceilings_gpu)
     above = [row for row in rows if row.of_roof is not None and row.of_roof > _ABOVE_ROOF]
-    if above:
+    if above and not ceilings_gpu:  # above another GPU's roof nothing needs an explanation
         shown = "; ".join(
             f"{short_name(row.name)} ({row.shapes}) at {row.of_roof:.2f} of its roof" for row in above[:10]
         )
@@ -262,6 +276,16 @@ def _notes(step: Step, rows: Sequence[KernelRow]) -> dict[str, str]:
         names = sorted({kernel.activity.name for kernel in unknown})
         notes["unknown_kernels"] = f"{share} of kernel time: {', '.join(map(short_name, names[:10]))}"
     return notes
+
+
+def _caution(gpu: str, ceilings_gpu: str) -> dict[str, str]:
+    if not ceilings_gpu:
+        return {}
+    said = (
+        f"the trace is from {gpu} and the ceilings are those of {ceilings_gpu}: shares of the roof, and savings"
+        " reckoned by it, hold the times of one GPU against what another one can do"
+    )
+    return {"caution": said}
 
 
 def _merged(lanes: Sequence[Lane], longest_s: float) -> list[Lane]:

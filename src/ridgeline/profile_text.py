@@ -10,6 +10,7 @@ from ridgeline.profile_csv import to_csv
 from ridgeline.profile_json import to_json
 from ridgeline.profile_record import Bar, KernelRow, Profile
 from ridgeline.profile_summary import (
+    basis,
     calibration_text,
     effort,
     environment,
@@ -19,6 +20,7 @@ from ridgeline.profile_summary import (
     share_text,
     spent,
     spread,
+    step_s,
     worth_text,
 )
 from ridgeline.report import ABSENT, count_text, one_line
@@ -66,7 +68,7 @@ def _sections(profile: Profile, max_rows: int) -> list[Section]:
     by_shape = shaped[:max_rows]
     sections = [
         Section("Environment", facts=environment(profile)),
-        Section("Where the step goes", _waterfall_columns(profile), profile.waterfall),
+        Section("Where the step goes", _waterfall_columns(profile), profile.waterfall, note=basis(profile)),
         _findings(profile),
         Section("Promised and brought", facts=[(c.rule, calibration_text(c)) for c in profile.calibrations]),
         Section(
@@ -116,7 +118,7 @@ def _finding_facts(finding: Finding, remaining_s: float | None) -> list[tuple[st
 
 def _waterfall_columns(profile: Profile) -> tuple[Column, ...]:
     longest_s = max((bar.seconds for bar in profile.waterfall), default=0.0) or 1.0
-    total_s = sum(bar.seconds for bar in profile.waterfall) or 1.0
+    whole_s = step_s(profile) or 1.0
 
     def drawn(bar: Bar) -> str:
         return ("░" if bar.idle else "█") * max(round(bar.seconds / longest_s * BAR_WIDTH), 0)
@@ -124,13 +126,13 @@ def _waterfall_columns(profile: Profile) -> tuple[Column, ...]:
     return (
         Column("part", lambda bar: one_line(bar.name), numeric=False),
         Column("time", lambda bar: units.seconds(bar.seconds)),
-        Column("of the step", lambda bar: units.percent(bar.seconds / total_s)),
+        Column("of the step", lambda bar: units.percent(bar.seconds / whole_s)),
         Column("", drawn, numeric=False, rank=1),
     )
 
 
 def _kernel_columns(profile: Profile, *, by_shape: bool) -> tuple[Column, ...]:
-    step_s = profile.traced_step_s or 1.0
+    whole_s = step_s(profile) or 1.0
     name = Column("kernel", lambda row: one_line(row.name), numeric=False, cut="middle")
     shapes = Column("shapes", lambda row: one_line(row.shapes) or ABSENT, numeric=False, rank=12, cut="end")
     return (
@@ -138,7 +140,7 @@ def _kernel_columns(profile: Profile, *, by_shape: bool) -> tuple[Column, ...]:
         *([shapes] if by_shape else []),
         Column("count", lambda row: str(row.count), rank=2),
         Column("total", lambda row: units.seconds(row.total_s)),
-        Column("%", lambda row: units.percent(row.total_s / step_s), rank=1),
+        Column("%", lambda row: units.percent(row.total_s / whole_s), rank=1),
         Column("avg", lambda row: units.seconds(row.mean_s), rank=5),
         Column("median", lambda row: units.seconds(row.median_s), rank=14),
         Column("min", lambda row: units.seconds(row.min_s), rank=15),

@@ -14,7 +14,7 @@ from ridgeline.errors import UsageError
 from ridgeline.fp8_plan import Fp8Plan, fp8_plan
 from ridgeline.report import Report, Row, UnknownOp
 from ridgeline.roofline import Waves, bound, waves
-from ridgeline.specs import DeviceSpec
+from ridgeline.specs import DeviceSpec, find_spec
 from ridgeline.targets import Target
 
 # "tf32" is fp32 storage with tensor-core products
@@ -26,8 +26,8 @@ SPLIT_K = 1024
 
 def estimate(
     module: nn.Module,
-    inputs: Sequence[Tensor],
-    spec: DeviceSpec,
+    inputs: Tensor | Sequence[Tensor],
+    spec: DeviceSpec | str,
     *,
     train: bool = False,
     loss: Callable[..., Tensor] | None = None,
@@ -37,10 +37,16 @@ def estimate(
     """The static report of a forward pass or, with `train`, of a step: forward, loss, backward, clip, AdamW, EMA.
 
     inputs   positional arguments, batch first; only shapes and dtypes are read, and no GPU or memory is used
+    spec     of the GPU, or its name, as `find_spec` knows it
     loss     `loss(module, *inputs)` -> scalar; default: the mean square of every floating output
     dtype    "fp32", "tf32", "fp16", "bf16"; default fp16, with `train` bf16; fp16 and bf16 training is autocast
-    Raises UsageError where the forward pass depends on values, EnvironmentUnusable where the GPU lacks the dtype.
+    Raises UsageError where the forward pass depends on values, for a loss that is no scalar and an unknown GPU;
+    EnvironmentUnusable where the GPU lacks the dtype.
     """
+    inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
+    if not isinstance(inputs, (tuple, list)):
+        raise UsageError(f"estimate: inputs must be a tensor or a tuple of arguments, got {type(inputs).__name__}")
+    spec = _spec(spec)
     dtype = dtype or ("bf16" if train else "fp16")
     trace = _traced(module, inputs, train=train, loss=loss, dtype=dtype)
     kernels = fuse(trace.calls, results=trace.results)
@@ -49,7 +55,7 @@ def estimate(
         subject=subject or type(module).__name__,
         gpu=spec.name,
         dtype=dtype,
-        batch=inputs[0].shape[0] if inputs and inputs[0].dim() else 1,
+        batch=next((x.shape[0] for x in inputs[:1] if isinstance(x, Tensor) and x.dim()), 1),
         train=train,
         parameters=trace.parameters,
         rows=_rows(unfused(trace.calls), spec),
@@ -63,6 +69,14 @@ def estimate(
         sm_count=spec.sm_count,
         measured=dict(ceilings.peaks) if ceilings else None,
     )
+
+
+def _spec(spec: DeviceSpec | str) -> DeviceSpec:
+    if isinstance(spec, str):
+        return find_spec(spec)
+    if not isinstance(spec, DeviceSpec):
+        raise UsageError(f"estimate: spec must be a DeviceSpec, or a GPU's name as 'L4', got {type(spec).__name__}")
+    return spec
 
 
 def estimate_target(target: Target, spec: DeviceSpec, *, train: bool = False, dtype: str | None = None) -> Report:

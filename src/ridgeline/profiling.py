@@ -18,7 +18,7 @@ import torch
 
 from ridgeline import profile_loop
 from ridgeline.errors import EnvironmentUnusable, NotEngaged, UsageError
-from ridgeline.explaining import Subject, explained
+from ridgeline.explaining import Subject, explained, kernels_of_step
 from ridgeline.profile_json import write_profile
 from ridgeline.profile_plan import (
     LONGEST_SETTLING,
@@ -149,6 +149,9 @@ def finish(folder: Path, subject: Subject, trace: Trace) -> Profile:
     operators, stacks = (
         read_trace(folder / name) if (folder / name).exists() else None for name in (_OPERATORS, _STACKS)
     )
+    if subject.facts is not None:
+        # so that nobody takes them for the facts of another step
+        write_record(facts_beside(folder / TRACE), replace(subject.facts, kernels=kernels_of_step(trace)))
     found = explained(trace, replace(subject, operators=operators, stacks=stacks))
     write_profile(folder / PROFILE, found)
     return scored(found)

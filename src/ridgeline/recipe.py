@@ -20,7 +20,7 @@ class Limits:
     error_factor: float = 2.0
 
     def __post_init__(self) -> None:
-        if not self.error_factor >= 1:
+        if not isinstance(self.error_factor, (int, float)) or not self.error_factor >= 1:
             raise UsageError(f"limits: error_factor must be at least 1, got {self.error_factor}")
 
 
@@ -55,7 +55,18 @@ class Recipe:
             raise UsageError(f"recipe: precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
         if not 0 <= self.side_streams <= 16:
             raise UsageError(f"recipe: side_streams must lie between 0 and 16, got {self.side_streams}")
+        if not isinstance(self.limits, Limits):
+            raise UsageError(f"recipe: limits must be recipe.Limits, as Limits(error_factor=3), got {self.limits!r}")
+        if not isinstance(self.rewrites, tuple):
+            raise UsageError(f"recipe: rewrites must be a tuple of names, got {self.rewrites!r}")
         known = [rewrite.name for rewrite in PIPELINE]
         for name in self.rewrites:
             if name not in known:
                 raise UsageError(f"recipe: unknown rewrite {name!r}, known are {', '.join(known)}")
+
+
+def chosen(recipe: Recipe | None) -> Recipe:
+    """A recipe as given, or the default. Raises UsageError for what is none, as a name or a StepRecipe."""
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise UsageError(f"recipe must be a ridgeline.Recipe, as Recipe(dtype='fp16'), got {recipe!r:.80}")
+    return recipe or Recipe()

@@ -36,6 +36,8 @@ class Parts:
             raise UsageError(f"compile_step: accumulate must be at least 1, got {self.accumulate}")
         if len({tensor.device for tensor in self.model.parameters()}) != 1:
             raise UsageError("compile_step: the model's parameters must lie on one device, move them there first")
+        if self.ema is not None:
+            self.ema.check_is_of(self.model)
 
     @property
     def device(self) -> torch.device:

@@ -7,8 +7,9 @@ eagerly, on any device, and inside a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
+from sys import maxsize
 from typing import Any
 
 import torch
@@ -119,7 +120,7 @@ class StepProgram:
         for share, part in micro_batches(leaves, self.parts.accumulate):
             # a loop around us may have switched gradients off, or autocast on, which would reach the backward pass
             with torch.enable_grad(), torch.autocast(self.device.type, enabled=False):
-                with self._autocast():
+                with self._autocast(), _compiled_however_often() if compiled else nullcontext():
                     value = loss(model, rebuild(structure, iter(part)))
                 _check_loss(value)
                 weighted = value if share == 1.0 else value * share
@@ -377,3 +378,8 @@ def _channels_last(tensor: Tensor) -> Tensor:
 def _differs_in_ones(a: Tensor, b: Tensor) -> bool:
     """Strides that differ only where a dimension has one element address the same memory."""
     return all(n == 1 or s == t for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True))
+
+
+def _compiled_however_often() -> AbstractContextManager[Any]:
+    """Dynamo runs a function uncompiled, and only warns, when it has been compiled for eight steps in one process."""
+    return torch._dynamo.config.patch(recompile_limit=maxsize, accumulated_recompile_limit=maxsize)

@@ -57,8 +57,10 @@ def compile_step(
     clip           largest norm of all gradients together, as torch.nn.utils.clip_grad_norm_
     recipe         a StepRecipe or the name of one: "bf16", "fp8", "fp16", "fp32", "writeup-5"
     accumulate     slices of the batch that go forward and backward one after the other before the optimizer steps
-    A step that cannot be captured runs eagerly, with a warning; `.report` says why. Raises NotEngaged then if the
-    recipe requires the graph, and UsageError for a loss that is no scalar or a parameter that gets no gradient.
+    A step that cannot be captured runs eagerly; `.report` says why, and a warning, which only a recipe that has neither
+    rewrites, side stream nor FP8 does without where there is no GPU. Another warning says that nothing runs in FP8.
+    Raises NotEngaged if the recipe requires the graph, and UsageError for a loss that is no scalar, a parameter that
+    gets no gradient, an average of another model, or what is no StepRecipe.
     """
     recipe = step_recipe(recipe)
     program = StepProgram(Parts(model, loss, optimizer, ema, clip, accumulate), recipe)
@@ -122,12 +124,15 @@ class TrainStep:
         self._findings, drew_on_host = self._try(leaves, structure)
         obstacle = self._obstacle(drew_on_host)
         if capture is None:
-            self._disengage(None if program.recipe.capture else "the recipe has capture=False", quiet=True)
+            reason = None if program.recipe.capture else "the recipe has capture=False"
+            self._disengage(reason, quiet=not _asks_for_compiled(program.recipe))
         elif obstacle is not None:
             self._disengage(obstacle)
         else:
             self._add_graph(self._key(leaves, structure), leaves, structure)
         program.check_copies()
+        if program.recipe.fp8 != "never" and not program.fp8.engaged:
+            warnings.warn(f"compile_step: {program.fp8.in_words()[0]}", RuntimeWarning, stacklevel=3)
 
     def __call__(self, batch: Any) -> Tensor:
         """One training step."""
@@ -356,6 +361,11 @@ class TrainStep:
         self._reason = reason
         if not quiet:
             warnings.warn(f"compile_step: {reason}", RuntimeWarning, stacklevel=4)
+
+
+def _asks_for_compiled(recipe: StepRecipe) -> bool:
+    """Whether it asks for what only compiled steps have."""
+    return bool(recipe.rewrites) or recipe.side_stream or recipe.fp8 != "never"
 
 
 def _is_out_of_memory(error: Exception) -> bool:

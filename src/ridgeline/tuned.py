@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from ridgeline.atomic import write_file
 from ridgeline.cache import cache_dir, cache_path
-from ridgeline.errors import EnvironmentUnusable
+from ridgeline.errors import EnvironmentUnusable, RidgelineError, UsageError
 
 try:
     import fcntl
@@ -192,6 +192,7 @@ def export(folder: Path, source_hashes: Mapping[str, str], *, device: str | None
     """Write the rows of present kernels, the user's over the shipped, below `folder` in the layout of the shipped ones.
 
     `source_hashes` are by op; rows of any other op or version are left out. Returns the files written.
+    Raises UsageError where `folder` takes none.
     """
     rows: dict[tuple[str, str, str, str], Row] = {}
     for root in (_SHIPPED, _user_folder()):
@@ -199,7 +200,7 @@ def export(folder: Path, source_hashes: Mapping[str, str], *, device: str | None
             rows |= {row.identity: row for row in _read(path) if row.source_hash == source_hashes.get(row.op)}
     written = {folder.joinpath(*path.parts[-2:]): group for path, group in _by_file(rows.values()).items()}
     for path, group in written.items():
-        _write(path, group)
+        _write(path, group, refusal=UsageError)  # a path that the user gave
     return tuple(written)
 
 
@@ -269,7 +270,7 @@ def _locked() -> Iterator[None]:
         yield
 
 
-def _write(path: Path, rows: Iterable[Row]) -> None:
+def _write(path: Path, rows: Iterable[Row], *, refusal: type[RidgelineError] = EnvironmentUnusable) -> None:
     ordered = sorted(rows, key=lambda row: row.identity)
     lines = [json.dumps(asdict(row), allow_nan=False) for row in ordered]
     text = f'{{"schema": {SCHEMA}, "rows": [\n' + ",\n".join(lines) + "\n]}\n"
@@ -277,7 +278,7 @@ def _write(path: Path, rows: Iterable[Row]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, lambda file: file.write(text.encode()))
     except OSError as error:
-        raise EnvironmentUnusable(f"cannot write {path} ({error.strerror}): make the folder writable") from error
+        raise refusal(f"cannot write {path} ({error.strerror}): make the folder writable") from error
 
 
 # --- reading -----------------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from ridgeline import compiler
 from ridgeline.drift import Layer, drift
 from ridgeline.errors import UsageError
-from ridgeline.recipe import Recipe
+from ridgeline.example_inputs import tensors
+from ridgeline.recipe import Recipe, chosen
 from ridgeline.verifier import Agreement, agree, is_detections, reference_of, run_as, tensors_of
 from ridgeline.workloads import letterbox
 from ridgeline.workloads.average_precision import Rows, agreement_map, counted
@@ -147,11 +148,12 @@ def verify(
 
     inputs   example arguments, on the device to compile for; on the CPU kernels run through their references
     images   files, folders or globs for a detector [1, 3, S, S] -> [1, k, 6], letterboxed to its square
-    Never raises for numbers that are wrong: ask `.passed`. Raises UsageError for images without a detection to compare
-    or a module that is no such detector, NotEngaged where the module cannot be exported or captured.
+    Never raises for numbers that are wrong: ask `.passed`. Raises UsageError for inputs that are no tensors, images
+    without a detection to compare or a module that is no such detector, NotEngaged where the module cannot be exported
+    or captured.
     """
-    recipe, limits = recipe or Recipe(), limits or PictureLimits()
-    examples = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    recipe, limits = chosen(recipe), limits or PictureLimits()
+    examples = tensors(inputs, of="verify")
     # first, because unsuitable images shall not cost a compilation
     truth = None if images is None else _truth(module, examples, images)
     fast = compiler.compile(module, examples, recipe, verify=False)

@@ -156,10 +156,10 @@ def test_the_first_difference_is_named_with_both_shapes(nano):
 
 def test_other_architectures_are_refused_by_name(nano, tmp_path):
     other = saved(tmp_path / "resnet.pt", {"conv1.weight": torch.zeros(64, 3, 7, 7)})
-    with pytest.raises(UsageError, match=r"'resnet\.pt' is not a YOLO26 detector .*'conv1\.weight'"):
+    with pytest.raises(UsageError, match=r"resnet\.pt' is not a YOLO26 detector .*'conv1\.weight'"):
         yolo26_from(other)
     state = {name: tensor for name, tensor in nano.state_dict().items() if not name.startswith("model.22.m.0.1.")}
-    with pytest.raises(UsageError, match=r"'cut\.pt' does not fit YOLO26-n: model\.22\.m\.0\.1\.attn\.qkv\.conv"):
+    with pytest.raises(UsageError, match=r"cut\.pt' does not fit YOLO26-n: model\.22\.m\.0\.1\.attn\.qkv\.conv"):
         yolo26_from(saved(tmp_path / "cut.pt", state))
     with pytest.raises(UsageError, match="holds the one_to_one head only, one_to_many was asked for"):
         yolo26_from(saved(tmp_path / "f.pt", fuse(nano).state_dict()), head="one_to_many")
@@ -173,7 +173,9 @@ def test_unsuitable_files_are_refused_in_one_sentence(tmp_path):
         (tmp_path / name).write_bytes(data)
         return tmp_path / name
 
-    assert "does not exist" in refusal(tmp_path / "none.pt")
+    assert f"'{tmp_path}/none.pt' does not exist" in refusal(tmp_path / "none.pt")
+    assert f"'{tmp_path}' is a folder: give the path of a .pt" in refusal(tmp_path)
+    assert f"weights file '{tmp_path}/cut.pt' is truncated" in refusal(file("cut.pt", b"PK\x03\x04" + bytes(99)))
     assert "must be a .pt, .pth or .safetensors file, not .onnx" in refusal(file("m.onnx", b"x"))
     assert "not a zip archive" in refusal(file("empty.pt", b""))
     assert "not a zip archive" in refusal(file("page.pt", b"<!DOCTYPE html><html>"))
@@ -306,6 +308,8 @@ def test_the_order_is_explicit_then_cache_then_download(tmp_path):
     assert resolve_weights("yolo26n", cache_dir=cache, download=False) == cache / "yolo26n.pt"
     with pytest.raises(UsageError, match=r"'nowhere\.pt' does not exist"):
         resolve_weights("yolo26n", explicit=weights.Path("nowhere.pt"), cache_dir=cache)
+    with pytest.raises(UsageError, match=r"cache' is a folder: give the path of a \.pt or \.safetensors file"):
+        resolve_weights("yolo26n", explicit=cache, cache_dir=cache)
     with pytest.raises(UsageError, match=r"^yolo26s has no weights yet: save https://github\.com/\S+/yolo26s\.pt as "):
         resolve_weights("yolo26s", cache_dir=cache, download=False)
     with pytest.raises(UsageError, match="no weights are known for model 'yolo99': use one of yolo26n, yolo26s"):

@@ -46,6 +46,12 @@ def test_the_baseline_shows_the_write_ups_steps():
     assert "copy_ → mse_loss" in said["K1"].note  # and the loss
     assert said["K4"].title.startswith("23 bias additions and 14 residual additions")  # which Inductor split off
     assert said["K10"].title.startswith("clip and average pass over the parameters beside the optimizer: 8 kernels")
+    # what the default recipe does not do: sums within convolutions, weights kept in 16 bits
+    for rule in ("L1", "L5", "L9", "K4"):
+        assert said[rule].verb == 'ridgeline.compile_step(…, recipe="bf16")'
+    for rule in ("K1", "K9"):
+        assert said[rule].verb == "ridgeline.compile_step(model, loss, optimizer, batch)"
+    assert "torch.optim.AdamW" in said["K9"].fix
     assert "3x3 256→256 at 16x16" in said["K19"].note and "1x1" not in said["K19"].note
 
 
@@ -73,6 +79,7 @@ def test_an_eager_detector():
 def test_an_fp32_training_step():
     said = judged("syncing")
     assert {"L1", "L8", "K3", "K8"} <= findings(said)
+    assert said["K3"].verb == 'ridgeline.compile_step(…, recipe="bf16")'  # which fuses norms and activations
     assert not {"L9", "L10", "K19", "K9"} & findings(said)
 
 

@@ -250,5 +250,5 @@ def test_the_ddpm_networks_convolutions_are_all_found(monkeypatch):
 
 
 def test_a_step_is_tuned_on_a_gpu_alone():
-    with pytest.raises(EnvironmentUnusable, match="^the model must be on a GPU, got cpu: move it"):
+    with pytest.raises(EnvironmentUnusable, match=r"^the model must be on a GPU, got cpu: move it"):
         train_tuning.tune_step(conv(), lambda m, x: m(x).sum(), image(), NAMED["bf16"])

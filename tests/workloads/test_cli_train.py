@@ -18,8 +18,10 @@ import torch
 from image_set_files import pictures
 
 from ridgeline import cli_train
-from ridgeline.errors import UsageError
+from ridgeline.cli import main
+from ridgeline.errors import EnvironmentUnusable, UsageError
 from ridgeline.workloads import training
+from ridgeline.workloads.checkpoint import save_checkpoint
 from ridgeline.workloads.run_log import Line
 from ridgeline.workloads.settings import DTYPES, PRESETS, RECIPES, Settings
 
@@ -137,6 +139,51 @@ def test_refusals_are_the_librarys():
         run("train", "ddpm", "--out", "run", "--steps", "3")
     with pytest.raises(UsageError, match=r"'x\.pt' does not exist"):
         run("sample", "--checkpoint", "x.pt")
+
+
+def test_a_run_with_tensorboard_goes_on_where_it_is_absent(monkeypatch, boards):
+    options = ("--preset", "tiny", "--batch", "2", "--sample-every", "0", "--device", "cpu")
+    train = ("train", "ddpm", "--out", "run", *options)
+    assert run(*train, "--data", "x.npz", "--steps", "1", "--tensorboard") == 0
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(EnvironmentUnusable, match="pass --no-tensorboard"):
+        run(*train, "--resume", "--steps", "2")
+    assert run(*train, "--resume", "--steps", "2", "--no-tensorboard") == 0
+
+
+def test_refusals_name_their_verb_once(capsys):
+    saved = str(save_checkpoint(Path(), 1, {}))
+    for argv, code, says in (
+        (
+            "train ddpm --out run --data x.npz --steps 2 --batch 0",
+            2,
+            "train: batch must be a whole number of at least 1",
+        ),
+        ("train ddpm --out run --data x.npz --steps 2 --seed -1", 2, "train: seed must be a whole number from 0 to "),
+        (
+            f"train ddpm --out run --data x.npz --steps 2 --seed {10**20}",
+            2,
+            "train: seed must be a whole number from 0",
+        ),
+        ("train ddpm --out run --data x.npz --steps 2 --val-every 1", 2, "train: --val-every asks for validations"),
+        (
+            "train ddpm --out run --data x.npz --steps 2 --recipe fp8 --device cpu",
+            3,
+            "train: --recipe fp8: a CUDA graph",
+        ),
+        (f"sample --checkpoint {saved} --seed -1 --device cpu", 2, "sample: seed must be a whole number from 0 to "),
+        (f"sample --checkpoint {saved} --seed {10**20} --device cpu", 2, "sample: seed must be a whole number from 0"),
+        (f"sample --checkpoint {saved} --n 0", 2, "sample: n must be at least 1 and at most 1000000, got 0"),
+        (f"sample --checkpoint {saved} --out new/x.png", 2, "sample: cannot write 'new/x.png' ('new' is no folder)"),
+        (f"sample --checkpoint {saved} --out x.jpg", 2, "sample: 'x.jpg' must end in .png"),
+        ("sample --checkpoint cache", 2, "sample: checkpoint 'cache' is a folder: give the .pt file"),
+    ):
+        Path("cache").mkdir(exist_ok=True)
+        assert main(argv.split()) == code, argv
+        shown = capsys.readouterr()
+        assert shown.out == "" and shown.err.startswith(f"ridgeline {says}"), (argv, shown.err)
+        assert shown.err.count("\n") == 1
+    assert not any(Path(name).exists() for name in ("run", "new", "x.jpg"))
 
 
 def test_a_terminal_gets_a_bar(monkeypatch, capsys):

@@ -92,6 +92,7 @@ def test_gains_and_pads_follow_from_the_two_shapes_alone(h, w):
         ({"size": 0}, "multiple of 32, got 0"),
         ({"size": -640}, "multiple of 32, got -640"),
         ({"size": 640.0}, "multiple of 32, got 640.0"),
+        ({"size": 4128}, "image size must be at most 4096, got 4128"),
         ({"h": 0}, "at least one pixel a side, got 0 x 100"),
         ({"mode": "auto"}, "square, rect, got 'auto'"),
     ],

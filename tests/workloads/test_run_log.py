@@ -177,5 +177,7 @@ def test_tensorboard_gets_the_same_numbers(path, monkeypatch):
 
 def test_tensorboard_that_is_absent_is_one_sentence(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(EnvironmentUnusable, match=r"--tensorboard needs the package: `pip install tensorboard`"):
+    with pytest.raises(
+        EnvironmentUnusable, match=r"--tensorboard needs its package: `pip install tensorboard`, or pass --no-tens"
+    ):
         RunLog(path, device=CPU, every=1, tensorboard=path.parent)

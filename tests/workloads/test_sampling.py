@@ -11,7 +11,7 @@ from ridgeline.models.ddpm_unet import TINY, UNet
 from ridgeline.workloads.checkpoint import save_checkpoint
 from ridgeline.workloads.diffusion import linear_schedule
 from ridgeline.workloads.loader import to_model_range, to_pixels
-from ridgeline.workloads.sampling import load_model, sample, sample_checkpoint, write_grid
+from ridgeline.workloads.sampling import check_grid_path, load_model, sample, sample_checkpoint, write_grid
 
 SHORT = linear_schedule(60, last_beta=0.2)
 LONG = linear_schedule()
@@ -136,9 +136,18 @@ def test_a_checkpoint_that_does_not_hold_together_is_refused(tmp_path, changes, 
         sample_checkpoint(path, n=1, steps=1)
 
 
-def test_no_images_are_refused(tmp_path):
-    with pytest.raises(UsageError, match="n must be at least 1, got 0"):
-        sample_checkpoint(tmp_path / "x.pt", n=0)
+def test_no_images_and_too_many_are_refused(tmp_path):
+    for n in (0, 10**20):
+        with pytest.raises(UsageError, match=f"^n must be at least 1 and at most 1000000, got {n}"):
+            sample_checkpoint(tmp_path / "x.pt", n=n)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_seeds_are_those_of_training(tmp_path, seed):
+    with pytest.raises(UsageError, match=f"^seed must be a whole number from 0 to {2**63 - 1}, got {seed}"):
+        sample_checkpoint(tmp_path / "x.pt", seed=seed)
+    path = save_checkpoint(tmp_path, 1, state())
+    assert sample_checkpoint(path, n=1, steps=1, seed=2**63 - 1).shape == (1, 8, 8, 3)
 
 
 # --- grids -----------------------------------------------------------------------------------------------------------
@@ -160,6 +169,22 @@ def test_a_grid_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="name a file in a writable folder"):
         write_grid(tmp_path / "file" / "grid.png", pictures(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("grid.jpg", "must end in .png"),
+        ("grid", "must end in .png"),
+        ("folder.png", "is a folder: name a .png file"),
+        ("absent/grid.png", "absent' is no folder"),
+    ],
+)
+def test_a_grid_is_a_png_in_a_folder_that_is_there(tmp_path, name, says):
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(UsageError, match=says):
+        check_grid_path(tmp_path / name)
+    check_grid_path(tmp_path / "grid.PNG")
 
 
 def test_pixels_of_a_sample_are_rounded():

@@ -15,8 +15,11 @@ from ridgeline.workloads.settings import FILE, Settings, settings_for, write_set
     [
         ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
         ({"steps": 2.5}, "steps must be a whole number"),
+        ({"steps": 10**8}, "steps must be at most 99999999, got 100000000"),  # checkpoints have eight digits
+        ({"log_every": 10**20}, "log_every must be at most 99999999, got 1"),
         ({"batch": "8"}, "batch must be a whole number of at least 1, got '8'"),
-        ({"seed": -1}, "seed must be a whole number of at least 0"),
+        ({"seed": -1}, "seed must be a whole number from 0 to 9223372036854775807, got -1"),
+        ({"seed": 2**63}, "seed must be a whole number from 0 to 9223372036854775807, got 9223372036854775808"),
         ({"warmup": -1}, "warmup must be"),
         ({"size": 0}, "size must be"),
         ({"val_every": -1}, "val_every must be"),
@@ -36,7 +39,7 @@ from ridgeline.workloads.settings import FILE, Settings, settings_for, write_set
     ],
 )
 def test_wrong_settings_are_refused(wrong, says):
-    with pytest.raises(UsageError, match=f"^train: {says}"):
+    with pytest.raises(UsageError, match=f"^{says}"):
         Settings(**{"data": "x", "steps": 10, **wrong})
 
 
@@ -94,6 +97,21 @@ def test_a_resumed_run_keeps_what_it_began_with(tmp_path):
     assert moved == Settings("elsewhere", 9, batch=16, lr=1e-3, log_every=1)
     with pytest.raises(UsageError, match="began with batch=16, not 8: leave the option out"):
         settings_for(tmp_path, {"batch": 8}, resume=True)
+
+
+def test_validations_need_images(tmp_path):
+    with pytest.raises(UsageError, match="--val-every asks for validations, and no --val says on which images"):
+        settings_for(tmp_path, {"data": "x", "steps": 5, "val_every": 2}, resume=False)
+    for given in ({"val_every": 0}, {"val_every": 2, "val": "y"}):
+        assert settings_for(tmp_path, {"data": "x", "steps": 5, **given}, resume=False) == Settings("x", 5, **given)
+    write_settings(tmp_path, Settings("x", 5, val="y"))
+    assert settings_for(tmp_path, {"val_every": 2}, resume=True).val_every == 2
+
+
+def test_settings_that_cannot_be_written_are_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"cannot write '.*settings\.json' \(Not a directory\): choose another --out"):
+        write_settings(tmp_path / "file", Settings("x", 5))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import cv2
@@ -18,17 +19,19 @@ from killed_run import SMALL
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ridgeline.errors import EnvironmentUnusable, UsageError, VerificationFailed
+from ridgeline.step_recipe import NAMED
 from ridgeline.workloads.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 from ridgeline.workloads.diffusion import linear_schedule
 from ridgeline.workloads.run_log import read_log
 from ridgeline.workloads.sampling import sample_checkpoint
-from ridgeline.workloads.settings import PRESETS, Settings
+from ridgeline.workloads.settings import FILE, PRESETS, Settings
 from ridgeline.workloads.training import (
     LOG,
     EagerStep,
     captured_step,
     choose_device,
     ddpm_loss,
+    named_step,
     step_maker,
     train,
     validation_loss,
@@ -185,16 +188,19 @@ def test_a_captured_step_learns_what_an_eager_one_does_and_resumes(tmp_path, set
 def test_recipes_are_made_or_refused():
     assert step_maker("eager", torch.device("cuda")) is EagerStep is step_maker("auto", torch.device("cpu"))
     assert step_maker("auto", torch.device("cuda")) is captured_step is step_maker("graph", torch.device("cuda"))
-    with pytest.raises(EnvironmentUnusable, match="--recipe graph: a CUDA graph needs a GPU"):
-        step_maker("graph", torch.device("cpu"))
+    for recipe in ("graph", *NAMED):
+        assert step_maker(recipe, torch.device("cuda")) is not EagerStep
+        with pytest.raises(
+            EnvironmentUnusable, match=f"--recipe {recipe}: a CUDA graph needs a GPU; use --recipe eager"
+        ):
+            step_maker(recipe, torch.device("cpu"))
 
 
-def test_a_recipe_by_name_learns_what_its_autocast_does(tmp_path, settings, caplog):
+def test_a_recipe_by_name_learns_what_its_autocast_does(tmp_path, settings):
     named = replace(settings, recipe="bf16", val=settings.data, val_every=3)
-    train(named, tmp_path / "named", device="cpu")
-    assert "--recipe bf16: without a GPU steps run eagerly, in bf16" in caplog.text
+    train(named, tmp_path / "named", device="cpu", make_step=partial(named_step, "bf16"))
     train(replace(named, recipe="eager", dtype="bf16"), tmp_path / "eager", device="cpu")
-    train(replace(named, recipe="fp32"), tmp_path / "exact", device="cpu")
+    train(replace(named, recipe="fp32"), tmp_path / "exact", device="cpu", make_step=partial(named_step, "fp32"))
     for value in ("loss", "val_loss"):
         rounded, plain, exact = (
             [line[value] for line in losses(tmp_path / name) if value in line] for name in ("named", "eager", "exact")
@@ -213,27 +219,27 @@ def test_a_recipe_by_name_learns_what_its_autocast_does(tmp_path, settings, capl
 def test_scales_go_on_from_a_checkpoint(tmp_path, settings, monkeypatch, recipe, change):
     monkeypatch.setitem(PRESETS, "tiny", replace(SMALL, channels=(16,)))  # FP8 takes multiples of 16
     settings = replace(settings, recipe=recipe)
-    train(settings, tmp_path / "run", device="cpu")
+    named = {"device": "cpu", "make_step": partial(named_step, recipe)}
+    train(settings, tmp_path / "run", **named)
     state = load_checkpoint(tmp_path / "run" / "step-00000006.pt")
     change(state["scales"])
     save_checkpoint(tmp_path / "run", 6, state)
-    train(replace(settings, steps=7), tmp_path / "run", resume=True, device="cpu")
+    train(replace(settings, steps=7), tmp_path / "run", resume=True, **named)
     after = load_checkpoint(tmp_path / "run" / "step-00000007.pt")["scales"]
     assert differences(after, state["scales"]) in ([], [".scaler._growth_tracker"])  # one good step more
     state["scales"].pop("fp8")
     save_checkpoint(tmp_path / "run", 8, state)
     with pytest.raises(UsageError, match=r"step-00000008\.pt' does not fit this run \('fp8'\)"):
-        train(replace(settings, steps=9), tmp_path / "run", resume=True, device="cpu")
+        train(replace(settings, steps=9), tmp_path / "run", resume=True, **named)
 
 
 def test_a_run_goes_on_under_another_recipe(tmp_path, settings):
     first = replace(settings, steps=3, recipe="bf16")
-    train(first, tmp_path / "run", device="cpu")
+    train(first, tmp_path / "run", device="cpu", make_step=partial(named_step, "bf16"))
     for steps, recipe in ((4, "fp8"), (5, "auto"), (6, "bf16")):
-        assert (
-            train(replace(settings, steps=steps, recipe=recipe), tmp_path / "run", resume=True, device="cpu").step
-            == steps
-        )
+        make_step = partial(named_step, recipe) if recipe in NAMED else None
+        longer = replace(settings, steps=steps, recipe=recipe)
+        assert train(longer, tmp_path / "run", resume=True, device="cpu", make_step=make_step).step == steps
 
 
 def test_a_step_reads_nothing_on_the_host(tmp_path, settings):
@@ -395,6 +401,32 @@ def test_a_run_is_not_overwritten(tmp_path, settings):
     train(replace(settings, steps=1), tmp_path / "run", device="cpu")
     with pytest.raises(UsageError, match="holds a run already: go on with --resume"):
         train(settings, tmp_path / "run", device="cpu")
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()} if folder.exists() else {}
+
+
+def test_a_run_is_not_resumed_to_an_earlier_end(tmp_path, settings):
+    train(settings, tmp_path / "run", device="cpu")
+    before = files(tmp_path / "run")
+    with pytest.raises(UsageError, match=r"the run in '.*run' is at step 6, beyond --steps 5: give more"):
+        train(replace(settings, steps=5), tmp_path / "run", resume=True, device="cpu")
+    assert files(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize("choice", [{"tensorboard": True}, {"recipe": "fp8"}, {"recipe": "graph"}])
+def test_what_the_machine_lacks_is_said_before_anything_is_written(tmp_path, settings, monkeypatch, choice):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(EnvironmentUnusable):
+        train(replace(settings, **choice), tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
+    train(replace(settings, steps=3), tmp_path / "run", device="cpu")
+    before = files(tmp_path / "run")
+    with pytest.raises(EnvironmentUnusable):
+        train(replace(settings, **choice), tmp_path / "run", resume=True, device="cpu")
+    assert files(tmp_path / "run") == before
+    assert json.loads(before[FILE]) == asdict(replace(settings, steps=3))
 
 
 def test_another_set_is_refused(tmp_path, settings):

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 from ridgeline.cost import attention, conv, data, matmul, norm, optim, pointwise, reduce
 from ridgeline.cost._cost import Cost
 from ridgeline.cost._formula import Formula, Work, tensors_in, touches
+from ridgeline.errors import UsageError
 
 COSTS: dict[str, Formula] = {
     **conv.FORMULAS,
@@ -23,6 +25,8 @@ COSTS: dict[str, Formula] = {
     **data.FORMULAS,
     **optim.FORMULAS,
 }
+
+_QUALIFIED = re.compile(r"\w+(\.\w+)+")
 
 # Formulas of `register_cost`: they come first, and keep a composite operator from being taken apart.
 _REGISTERED: dict[str, Formula] = {}
@@ -44,8 +48,14 @@ def register_cost(
 ) -> None:
     """Teaches the cost of an operator: `formula(*args, **kwargs) -> Cost` takes the operator's own arguments.
 
-    `op` is `"mylib::myop"` or `torch.ops.mylib.myop`. A later registration replaces an earlier one.
+    `op` is `"mylib::myop"` or `torch.ops.mylib.myop`. A later registration replaces an earlier one. Raises UsageError
+    for an operator without a namespace and for a formula that cannot be called.
     """
+    known = isinstance(op, (str, OpOverload, OpOverloadPacket, HigherOrderOperator))
+    if not known or not _QUALIFIED.fullmatch(op_name(op)):
+        raise UsageError(f"register_cost: op must be 'mylib::myop' or torch.ops.mylib.myop, got {op!r:.80}")
+    if not callable(formula):
+        raise UsageError(f"register_cost: the formula of {op} must be callable and return a Cost, got {formula!r:.80}")
 
     def works(*args: Any, result: Any, **kwargs: Any) -> Work:
         return Work(formula(*args, **kwargs), touches(args, kwargs), touches(result))

@@ -70,7 +70,8 @@ def trace_train_step(
 
     `loss(module, *inputs)` returns a scalar; the default is the mean square of every floating output. `optimizer`
     makes one from the parameters; the default is fused AdamW. `dtype` (bf16 or fp16) means autocast over fp32
-    weights, by CUDA's policy. The module is traced in its own mode: call `.train()` first.
+    weights, by CUDA's policy. The module is traced in its own mode: call `.train()` first. Raises UsageError for a loss
+    that is no scalar, and where a step depends on values.
     """
     with _fake_copy(module, inputs, None) as (net, arguments):
         parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
@@ -82,6 +83,7 @@ def trace_train_step(
         with CostMode(net, tf32=tf32) as mode:
             with torch.autocast("cpu", dtype) if dtype else nullcontext():
                 value = (loss or _mean_square)(net, *arguments)
+            _check_loss(value)
             value.backward()
             with mode.phase("optimizer"), torch.no_grad():
                 if clip is not None:
@@ -161,6 +163,14 @@ def _fused_adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def _averaged(net: nn.Module) -> list[Tensor]:
     """What an exponential moving average tracks: parameters and floating buffers (BatchNorm statistics)."""
     return [tensor.detach() for tensor in (*net.parameters(), *net.buffers()) if tensor.is_floating_point()]
+
+
+def _check_loss(value: Any) -> None:
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+        got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        if isinstance(value, Tensor) and value.numel() == 1:
+            got = "one without a gradient"
+        raise UsageError(f"trace_train_step: the loss must be a scalar tensor that depends on the module, got {got}")
 
 
 def _mean_square(module: nn.Module, *inputs: Any) -> Tensor:

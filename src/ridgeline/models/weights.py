@@ -83,10 +83,7 @@ def resolve_weights(
     The cache is looked up as `<name>.pt` and `<name>.safetensors`, and is where a download goes.
     """
     if explicit is not None:
-        if not explicit.is_file():
-            raise UsageError(
-                f"weights file {str(explicit)!r} does not exist: give the path of a .pt or .safetensors file"
-            )
+        _check_is_file(explicit)
         return explicit
     if name not in releases:
         raise UsageError(f"no weights are known for model {name!r}: use one of {', '.join(releases)}, or give a file")
@@ -107,20 +104,19 @@ def load_state(path: Path) -> dict[str, Tensor]:
     Reads .safetensors, and .pt or .pth in torch's zip format holding a pickled module, a state dict, or a dictionary
     with either under one of MODEL_KEYS (the first that is there). Runs nothing of what the file says.
     """
-    if not path.is_file():
-        raise UsageError(f"weights file {str(path)!r} does not exist: give the path of a .pt or .safetensors file")
+    _check_is_file(path)
     size_bytes = path.stat().st_size
     if size_bytes > MAX_FILE_BYTES:
-        raise UsageError(f"weights file {path.name!r} has {size_bytes} bytes, more than the {MAX_FILE_BYTES} allowed")
+        raise UsageError(f"weights file {str(path)!r} has {size_bytes} bytes, more than the {MAX_FILE_BYTES} allowed")
     suffix = path.suffix.lower()
     if suffix == ".safetensors":
         state = _read_safetensors(path)
     elif suffix in (".pt", ".pth"):
         state = _read_checkpoint(path)
     else:
-        raise UsageError(f"weights file {path.name!r} must be a .pt, .pth or .safetensors file, not {suffix or 'bare'}")
+        raise UsageError(f"weights file {str(path)!r} must be a .pt, .pth or .safetensors file, not {suffix or 'bare'}")
     if not state:
-        raise UsageError(f"weights file {path.name!r} holds no tensors: give a checkpoint with a model or a state dict")
+        raise UsageError(f"weights file {str(path)!r} holds no tensors: give a checkpoint with a model or a state dict")
     state = _strip_prefixes(state)
     return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in state.items()}
 
@@ -152,7 +148,7 @@ def yolo26_from(path: Path, *, head: Head = "one_to_one") -> YOLO26:
     it differs.
     """
     state = load_state(path)
-    source = f"weights file {path.name!r}"
+    source = f"weights file {str(path)!r}"
     scale, classes, heads = _identify(state, source)
     if head not in heads:
         raise UsageError(f"{source} holds the {heads[0]} head only, {head} was asked for: choose {heads[0]}")
@@ -162,6 +158,12 @@ def yolo26_from(path: Path, *, head: Head = "one_to_one") -> YOLO26:
         model = fuse(model, head=head) if is_fused else model
     load_into(model, state, source=source)
     return model if is_fused else fuse(model, head=head)
+
+
+def _check_is_file(path: Path) -> None:
+    if not path.is_file():
+        wrong = "is a folder" if path.is_dir() else "does not exist"
+        raise UsageError(f"weights file {str(path)!r} {wrong}: give the path of a .pt or .safetensors file")
 
 
 def _identify(state: Mapping[str, Tensor], source: str) -> tuple[str, int, tuple[Head, ...]]:
@@ -208,7 +210,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         return safetensors.torch.load_file(path)
     except (safetensors.SafetensorError, OSError, KeyError, ValueError) as error:
         # KeyError: a dtype this version of torch does not have
-        raise UsageError(f"weights file {path.name!r} is no readable safetensors file: {_one_line(error)}") from error
+        raise UsageError(f"weights file {str(path)!r} is no readable safetensors file: {_one_line(error)}") from error
 
 
 def _read_checkpoint(path: Path) -> dict[str, Tensor]:
@@ -219,10 +221,10 @@ def _read_checkpoint(path: Path) -> dict[str, Tensor]:
             root = read_pickle(archive.read(f"{folder}data.pkl"))
             return _materialise(_records(root), archive, folder)
     except PickleRefused as error:
-        raise UsageError(f"weights file {path.name!r} cannot be read: {error}") from error
+        raise UsageError(f"weights file {str(path)!r} cannot be read: {error}") from error
     # what zipfile raises on damaged archives, by kind of damage
     except (zipfile.BadZipFile, NotImplementedError, EOFError, OSError, KeyError, ValueError, struct.error) as error:
-        raise UsageError(f"weights file {path.name!r} is damaged: {_one_line(error)}") from error
+        raise UsageError(f"weights file {str(path)!r} is damaged: {_one_line(error)}") from error
 
 
 def _check_is_zip(path: Path) -> None:
@@ -230,13 +232,13 @@ def _check_is_zip(path: Path) -> None:
         start = file.read(len(LEGACY_MAGIC))
     if start == LEGACY_MAGIC:
         raise UsageError(
-            f"weights file {path.name!r} is in torch's format from before 1.6, which cannot be read safely: "
+            f"weights file {str(path)!r} is in torch's format from before 1.6, which cannot be read safely: "
             "load it with the project it came from and save it again"
         )
     if not start.startswith(b"PK\x03\x04"):
-        raise UsageError(f"weights file {path.name!r} is not a zip archive as torch.save writes it: check what it is")
+        raise UsageError(f"weights file {str(path)!r} is not a zip archive as torch.save writes it: check what it is")
     if not zipfile.is_zipfile(path):
-        raise UsageError(f"weights file {path.name!r} is truncated (its zip directory is missing): fetch it again")
+        raise UsageError(f"weights file {str(path)!r} is truncated (its zip directory is missing): fetch it again")
 
 
 def _check_archive(archive: zipfile.ZipFile, file_bytes: int) -> str:

@@ -298,4 +298,5 @@ def verb(step: Step, *, training: str, inference: str) -> str:
 
 COMPILE = "ridgeline.compile(module, inputs)"
 COMPILE_STEP = "ridgeline.compile_step(model, loss, optimizer, batch)"
-CHANNELS_LAST = 'ridgeline.compile_step(…, recipe="bf16")'  # weights and maps channels-last, NHWC group norms
+# weights and maps channels-last, NHWC group norms and their activations, sums within convolutions, 16-bit weights
+COMPILE_BF16_STEP = 'ridgeline.compile_step(…, recipe="bf16")'

@@ -55,6 +55,11 @@ def notable(step: Step, seconds: float) -> bool:
     return seconds > 0.0 and seconds >= NOTABLE * (step.duration_s - launch_s)
 
 
+def part_of_step(step: Step, seconds: float) -> float:
+    """Of the unprofiled step, as all shares that are told; of the traced one where nobody timed it."""
+    return seconds / (step.wall_s or step.duration_s)
+
+
 def saving(low_s: float, mid_s: float, high_s: float, *, cap_s: float) -> Saving:
     """The interval, each end capped by `cap_s`: the time in which nothing else runs."""
     low_s, mid_s, high_s = (max(0.0, min(value_s, cap_s)) for value_s in (low_s, mid_s, high_s))

@@ -12,6 +12,7 @@ from ridgeline import units
 from ridgeline.finding import Abstention, Edit, Finding
 from ridgeline.rules._kernels import (
     COMPILE,
+    COMPILE_BF16_STEP,
     COMPILE_STEP,
     ITEM_BYTES,
     called,
@@ -116,13 +117,16 @@ def separate_additions(step: Step) -> Iterator[Finding | Abstention]:
         title=f"{plural(len(biases), 'bias addition')} and {plural(len(residuals), 'residual addition')} run as passes "
         f"of their own, {units.seconds(exposed_of(found))}",
         fix="Let the convolution (or the norm) before add them as it stores.",
-        verb=verb(step, training=COMPILE_STEP, inference=COMPILE),
+        verb=verb(step, training=COMPILE_BF16_STEP, inference=COMPILE),
         saving=saving_of(step, edit, high_s=exposed_of(found)),
         effort="L" if step.trained else "S",
         confidence="modelled",
         wrong_if="the sum before the addition is needed too, as in a residual that branches again",
         evidence=evidence(found),
         edit=edit,
+        note=verb(
+            step, training="the recipe adds within the convolutions that `ridgeline tune` found faster", inference=""
+        ),
     )
 
 

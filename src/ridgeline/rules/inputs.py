@@ -17,6 +17,7 @@ from ridgeline.rules._rule import (
     gap_total,
     gaps_of,
     notable,
+    part_of_step,
     plural,
     saving,
     seconds_of,
@@ -44,9 +45,10 @@ def loader_wait(step: Step) -> Iterable[Finding | Abstention]:
     # what stays idle for other reasons will hold back part of what the loader gives free
     mid_s = waited_s * (1.0 - (step.idle_s - waited_s) / step.duration_s)
     what = "input-bound" if share >= INPUT_BOUND else "waiting for input"
+    of_step = units.percent(part_of_step(step, waited_s))
     yield Finding(
         rule="H1",
-        title=f"{what} {units.percent(share)}: the GPU idles {units.seconds(waited_s)} a step for the next batch",
+        title=f"{what} {of_step}: the GPU idles {units.seconds(waited_s)} a step for the next batch",
         fix="Prepare batches beside the step: more workers kept alive, prefetching, decoding and augmentation on the"
         " GPU, or the whole set in memory.",
         verb=BATCHES,

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from ridgeline import units
 from ridgeline.finding import Abstention, Finding
 from ridgeline.rules._kernels import (
-    CHANNELS_LAST,
     COMPILE,
+    COMPILE_BF16_STEP,
     HALVES,
     by_call,
     called,
@@ -30,7 +30,7 @@ from ridgeline.rules._kernels import (
     verb,
     without_kernels,
 )
-from ridgeline.rules._rule import evidence, exposed_of, notable, plural, removed, saving, shortened
+from ridgeline.rules._rule import evidence, exposed_of, notable, part_of_step, plural, removed, saving, shortened
 from ridgeline.step_view import Kernel, Step
 
 # instanseg PR 144: 12 % of conversions, 30 % gained; the rest is what NHWC did for convolutions and norms
@@ -57,7 +57,7 @@ def conversions_around_convolutions(step: Step) -> Iterator[Finding]:
     found = _by_convolutions(step)
     if len(found) < 2 or not notable(step, exposed_of(found)) or _channels_last(step):
         return
-    share = exposed_of(found) / step.duration_s
+    share = part_of_step(step, exposed_of(found))
     norms = [kernel for kernel in step.kernels if _is_group_norm(kernel)]
     left = _TAKEN_BACK if norms else 0.0
     edit = shortened({kernel.activity.id: left * kernel.seconds for kernel in found})
@@ -67,7 +67,7 @@ def conversions_around_convolutions(step: Step) -> Iterator[Finding]:
         rule="L1",
         title=f"{len(found)} layout conversions around convolutions take {units.percent(share)} of the step",
         fix="Convert the model's weights and its input to channels_last once, so that convolutions find NHWC.",
-        verb=verb(step, training=CHANNELS_LAST, inference=COMPILE),
+        verb=verb(step, training=COMPILE_BF16_STEP, inference=COMPILE),
         saving=saving_of(step, edit, low=0.0 if norms else 0.5, high_s=exposed_of(found) + upside_s),
         effort="S",
         confidence="modelled",
@@ -126,7 +126,7 @@ def format_breakers(step: Step) -> Iterator[Finding | Abstention]:
         title=f"{plural(len(found), 'conversion')} to or from NCHW remain in a channels-last step",
         fix="Make the operators that return NCHW keep channels-last (for group norms that takes an NHWC kernel, also "
         "backward), or convert once at the cheapest edge.",
-        verb=verb(step, training=CHANNELS_LAST, inference=COMPILE),
+        verb=verb(step, training=COMPILE_BF16_STEP, inference=COMPILE),
         saving=saving_of(step, edit),
         effort="M",
         confidence="modelled",

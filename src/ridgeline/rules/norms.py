@@ -12,8 +12,8 @@ from itertools import pairwise
 from ridgeline import units
 from ridgeline.finding import Abstention, Edit, Finding
 from ridgeline.rules._kernels import (
-    CHANNELS_LAST,
     COMPILE,
+    COMPILE_BF16_STEP,
     COMPILE_STEP,
     by_call,
     called,
@@ -80,7 +80,7 @@ def split_group_norms(step: Step) -> Iterator[Finding | Abstention]:
         rule="L5",
         title=f"{plural(len(split), 'group norm')} take {len(found)} kernels and {units.seconds(exposed_of(found))}",
         fix="Use one NHWC kernel for the norm and the activation after it; a group that fits on the chip is read once.",
-        verb=verb(step, training=CHANNELS_LAST, inference=""),
+        verb=verb(step, training=COMPILE_BF16_STEP, inference=""),
         saving=saving_of(step, edit, high_s=best_s),
         effort="L",
         confidence="modelled",
@@ -177,7 +177,7 @@ def activations_after_norms(step: Step) -> Iterator[Finding]:
         rule="K3",
         title=f"{plural(len(found), 'activation')} pass over tensors that a norm has just written or is about to read",
         fix="Let the norm apply the activation as it stores, and recompute it in the norm's backward.",
-        verb=COMPILE_STEP,
+        verb=COMPILE_BF16_STEP,
         saving=saving_of(step, edit, high_s=exposed_of(found)),
         effort="L",
         confidence="modelled",

@@ -30,6 +30,7 @@ _FUSED = re.compile(r"fused_?(adam|sgd|optimi)", re.IGNORECASE)
 _CLIPPING = re.compile(r"lp_?norm|amp_|nonfinite|clip", re.IGNORECASE)
 _AVERAGING = frozenset(("mul_", "add_", "lerp_", "mul", "add", "sub", "sub_", "copy_", "lerp"))
 _AVERAGING_LISTS = frozenset(("_fused_sgd_", "_foreach_lerp_", "_foreach_add_"))
+_ONE_PASS = " A torch.optim.AdamW of fp32 weights is one pass in a compiled step by itself."
 _CLEARING = frozenset(("zero_", "fill_", "zeros_like"))
 
 
@@ -47,7 +48,7 @@ def single_tensor_optimizer(step: Step) -> Iterator[Finding]:
     yield Finding(
         rule="K8",
         title=f"the optimizer takes {len(found)} kernels, {units.seconds(exposed_of(found))}, one tensor at a time",
-        fix="Pass fused=True (else foreach=True) to the optimizer, and capturable=True in a CUDA graph.",
+        fix="Pass fused=True (else foreach=True) to the optimizer, and capturable=True in a CUDA graph." + _ONE_PASS,
         verb=COMPILE_STEP,
         saving=saving_of(step, edit, high_s=exposed_of(found)),
         effort="S",
@@ -78,7 +79,8 @@ def unfused_foreach(step: Step) -> Iterator[Finding]:
     yield Finding(
         rule="K9",
         title=f"the optimizer passes over its tensors in {len(found)} kernels, {units.seconds(exposed_of(found))}",
-        fix="Pass fused=True to the optimizer: one pass. In a CUDA graph its learning rate must be a tensor.",
+        fix="Pass fused=True to the optimizer: one pass. In a CUDA graph its learning rate must be a tensor."
+        + _ONE_PASS,
         verb=COMPILE_STEP,
         saving=saving_of(step, edit, high_s=exposed_of(found) * (1 - _LEAST_SHARE) + _gaps_s(step, found)),
         effort="S",

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from ridgeline import units
 from ridgeline.finding import Abstention, Edit, Finding, Saving
 from ridgeline.rules._kernels import (
-    CHANNELS_LAST,
     COMPILE,
+    COMPILE_BF16_STEP,
     HALVES,
     copied,
     elements,
@@ -28,7 +28,7 @@ from ridgeline.rules._kernels import (
     verb,
     without_kernels,
 )
-from ridgeline.rules._rule import evidence, exposed_of, notable, plural, seconds_of, unset
+from ridgeline.rules._rule import evidence, exposed_of, notable, part_of_step, plural, seconds_of, unset
 from ridgeline.step_view import Kernel, Step
 from ridgeline.trace import Dims
 
@@ -67,7 +67,7 @@ def missed_tensor_cores(step: Step) -> Iterator[Finding | Abstention]:
         title=f"{plural(len(found), 'kernel')} that tensor cores could run do without{why}",
         fix="Give convolutions channels-last tensors and channels in multiples of 8; for products, contiguous 16-bit "
         "operands.",
-        verb=verb(step, training=CHANNELS_LAST, inference=COMPILE),
+        verb=verb(step, training=COMPILE_BF16_STEP, inference=COMPILE),
         saving=saving,
         effort="S",
         confidence="modelled" if saving else "unknown",
@@ -131,14 +131,14 @@ def autocast_off(step: Step) -> Iterator[Finding | Abstention]:
     edit = Edit(seconds={**{kernel.activity.id: kernel.seconds / 2 for kernel in streamed}, **arithmetic.seconds})
     if not notable(step, freed_s(step, edit)):
         return
-    share = exposed_of(found) / step.duration_s
+    share = part_of_step(step, exposed_of(found))
     yield Finding(
         rule="L8",
         title=f"{len(found)} of {len(kernels)} convolutions and products, {units.percent(share)} of the step, are fp32",
         fix=f"Run forward pass and loss under torch.autocast('cuda', {dtype}); weights and reductions stay fp32.",
         verb=verb(
             step,
-            training=CHANNELS_LAST,
+            training=COMPILE_BF16_STEP,
             inference="ridgeline.compile(…, ridgeline.Recipe(dtype='fp16'))",
         ),
         saving=saving_of(step, edit, low=0.5 * freed_s(step, arithmetic) / freed_s(step, edit)),
@@ -173,10 +173,11 @@ def recast_weights(step: Step) -> Iterator[Finding | Abstention]:
         title=f"{plural(len(casts), 'cast')} of weights to 16 bits in a step, {units.nbytes(moved_bytes)} moved",
         fix=verb(
             step,
-            training="Keep 16-bit weights beside fp32 masters and let the optimizer write both.",
+            training="Keep 16-bit weights beside fp32 masters and let the optimizer write both, as a step's "
+            "`weight_copies` do with a torch.optim.AdamW.",
             inference="Cast the weights of convolutions and products once, when the model is loaded; leave norms fp32.",
         ),
-        verb=verb(step, training="", inference=COMPILE),
+        verb=verb(step, training=COMPILE_BF16_STEP, inference=COMPILE),
         saving=saving_of(step, edit, low=0.0 if step.trained else 0.7),
         effort="L" if step.trained else "S",
         confidence="modelled",

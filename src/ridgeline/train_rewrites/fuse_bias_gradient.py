@@ -58,9 +58,9 @@ def apply(graph_module: fx.GraphModule) -> int:
     """Replace sums over images and pixels of a norm's dx; returns how many.
 
     Takes a sum of its own, and the bias gradient of one of PyTorch's convolutions, also where dx is cast or copied
-    before, and of some of its channels, and that of a weight gradient in FP8, where the norm's kernel has dx at hand. The
-    sum is then of values that were not rounded. Does not fire on: sums over other axes, dx that another operator changes
-    first. A bias gradient in FP8 that nothing reads is not computed.
+    before, and of some of its channels, and that of a weight gradient in FP8, where the norm's kernel has dx at hand.
+    The sum is then of values that were not rounded. Does not fire on: sums over other axes, dx that another operator
+    changes first. A bias gradient in FP8 that nothing reads is not computed.
     """
     graph = graph_module.graph
     replaced = sum(_by_norm(graph, node, norm) for norm in _NORMS for node in _calls(graph, norm.overload))
@@ -141,7 +141,7 @@ def _parts(map_: fx.Node, channels: range | None = None) -> Iterator[tuple[fx.No
 
 
 def _sums_for_nothing(node: fx.Node) -> bool:
-    """Whether the norm has dx in registers when it is done; else a pass over it would replace what the gradient does."""
+    """Whether the norm has dx in registers when it is done; else a pass over it would do what the gradient does."""
     if node.target is _NORMS[-1].overload:
         return True
     given = dict(fx.map_arg(arguments(node), lambda one: one.meta["val"]))  # pyright: ignore[reportArgumentType]

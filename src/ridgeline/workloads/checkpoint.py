@@ -25,7 +25,9 @@ from ridgeline.errors import EnvironmentUnusable, UsageError
 _log = logging.getLogger(__name__)
 
 FORMAT = "ridgeline-ddpm-1"
+MAX_SEED = 2**63 - 1  # what every generator takes, and a file holds as a number
 KEPT = 2  # a damaged disk block in the newest costs one interval, not the run
+MAX_STEP = 99_999_999  # what the name has digits for
 _NAME = re.compile(r"step-(\d{8})\.pt")
 
 State = dict[str, Any]
@@ -72,7 +74,8 @@ def load_latest(folder: Path) -> tuple[Path, State] | None:
 def load_checkpoint(path: Path) -> State:
     """What `save_checkpoint` wrote, on the CPU. The file is untrusted: tensors and plain values alone are read."""
     if not path.is_file():
-        raise UsageError(f"checkpoint '{path}' does not exist: give the .pt file of a run folder")
+        wrong = "is a folder" if path.is_dir() else "does not exist"
+        raise UsageError(f"checkpoint '{path}' {wrong}: give the .pt file of a run folder")
     try:
         with zipfile.ZipFile(path) as archive:
             # stored entries cannot hold more than the file: the whole defence against zip bombs
@@ -98,6 +101,12 @@ def load_checkpoint(path: Path) -> State:
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise UsageError(f"checkpoint '{path}' was not written by `ridgeline train ddpm`: give the .pt of a run folder")
     return state
+
+
+def check_seed(seed: object) -> None:
+    """Raise UsageError for what is no seed of a run or a sample: a whole number from 0 to MAX_SEED."""
+    if not isinstance(seed, int) or not 0 <= seed <= MAX_SEED:
+        raise UsageError(f"seed must be a whole number from 0 to {MAX_SEED}, got {seed!r}")
 
 
 def seed_(seed: int) -> None:

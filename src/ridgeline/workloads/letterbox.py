@@ -19,6 +19,7 @@ from ridgeline.errors import UsageError
 
 MODES = ("square", "rect")
 PAD_VALUE = 114
+MAX_SIZE = 4096  # attention takes memory by its fourth power: yolo26n 5 GB here on a CPU, 16 times that at twice
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,14 @@ class Letterbox:
 def plan(h: int, w: int, size: int = 640, *, mode: str, stride: int = 32, scaleup: bool = True) -> Letterbox:
     """The letterbox of an h x w image. Sides round half to even; an odd pad puts its extra pixel right and below.
 
-    Raises UsageError for sides below 1, a size that is no multiple of the stride, or an unknown mode.
+    Raises UsageError for sides below 1, a size that is no multiple of the stride or above MAX_SIZE, or an unknown mode.
     """
     if mode not in MODES:
         raise UsageError(f"letterbox mode must be one of {', '.join(MODES)}, got {mode!r}")
     if not isinstance(size, int) or size < stride or size % stride:
         raise UsageError(f"image size must be a positive multiple of {stride}, got {size}")
+    if size > MAX_SIZE:
+        raise UsageError(f"image size must be at most {MAX_SIZE}, got {size}: cut larger images into parts")
     if h < 1 or w < 1:
         raise UsageError(f"an image must have at least one pixel a side, got {h} x {w}")
     ratio = min(size / h, size / w)

@@ -163,12 +163,21 @@ def _drop_after(path: Path, keep: int) -> None:
     os.truncate(path, kept_bytes)
 
 
+def require_tensorboard() -> None:
+    """Raise EnvironmentUnusable where TensorBoard's package is absent."""
+    _summary_writer()
+
+
 def _open_board(folder: Path, keep: int) -> Any:
+    return _summary_writer()(str(folder), purge_step=keep + 1)
+
+
+def _summary_writer() -> Any:
     try:
         # not at the top of the file: TensorBoard is optional and only for those who ask
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise EnvironmentUnusable(
-            "--tensorboard needs the package: `pip install tensorboard`, or leave the option out (the JSONL log stays)"
+            "--tensorboard needs its package: `pip install tensorboard`, or pass --no-tensorboard (the JSONL log stays)"
         ) from error
-    return SummaryWriter(str(folder), purge_step=keep + 1)
+    return SummaryWriter

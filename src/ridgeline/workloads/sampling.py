@@ -18,7 +18,7 @@ from ridgeline.atomic import write_file
 from ridgeline.errors import UsageError
 from ridgeline.models.ddpm_unet import UNet, UNetConfig
 from ridgeline.models.weights import load_into
-from ridgeline.workloads.checkpoint import load_checkpoint
+from ridgeline.workloads.checkpoint import check_seed, load_checkpoint
 from ridgeline.workloads.diffusion import (
     Schedule,
     clean_estimate,
@@ -32,6 +32,7 @@ from ridgeline.workloads.loader import to_pixels
 Sampler = Literal["ddim", "ddpm"]
 SCHEDULES: dict[str, Callable[[], Schedule]] = {"linear": linear_schedule, "cosine": cosine_schedule}
 DDIM_STEPS = 50
+MAX_IMAGES = 1_000_000  # of 32 x 32 pixels these are 3 GB
 MAX_AT_ONCE = 256  # images; bounds the memory of a large --n
 # modules take time to build even without memory, and sizes must stay below 2^63
 MAX_BLOCKS, MAX_CHANNELS = 64, 1 << 16
@@ -79,8 +80,9 @@ def sample_checkpoint(
 
     Raises UsageError for a file that is no checkpoint of `ridgeline train ddpm`.
     """
-    if n < 1:
-        raise UsageError(f"sample: n must be at least 1, got {n}")
+    if not 1 <= n <= MAX_IMAGES:
+        raise UsageError(f"n must be at least 1 and at most {MAX_IMAGES}, got {n}")
+    check_seed(seed)
     model, schedule = load_model(path)
     device = torch.device(device)
     model = channels_last(model.to(device))
@@ -135,8 +137,21 @@ def network_config(saved: dict[str, Any], path: Path) -> UNetConfig:
         raise UsageError(f"checkpoint '{path}' describes no network ({error}): use another") from error
 
 
+def check_grid_path(path: Path) -> None:
+    """Raise UsageError for a file that says it is no PNG, or whose folder is not there."""
+    if path.is_dir():
+        raise UsageError(f"'{path}' is a folder: name a .png file")
+    if path.suffix.lower() != ".png":
+        raise UsageError(f"'{path}' must end in .png, which is what is written")
+    if not path.parent.is_dir():
+        raise UsageError(f"cannot write '{path}' ('{path.parent}' is no folder): name a file in a writable folder")
+
+
 def write_grid(path: Path, images: NDArray[np.uint8]) -> None:
-    """Tile [N, H, W, C] into a nearly square picture, one dark pixel between them, and write it as a PNG, whole."""
+    """Tile [N, H, W, C] into a nearly square picture, one dark pixel between them, and write it as a PNG, whole.
+
+    The folder is made if missing. Raises UsageError where it cannot be written.
+    """
     count, height, width, channels = images.shape
     columns = math.ceil(math.sqrt(count))
     rows = math.ceil(count / columns)
@@ -155,14 +170,14 @@ def write_grid(path: Path, images: NDArray[np.uint8]) -> None:
 def _time_steps(schedule: Schedule, sampler: str, steps: int | None) -> list[int]:
     """The time steps that are visited, falling from T-1."""
     if sampler not in ("ddim", "ddpm"):
-        raise UsageError(f"sample: sampler must be ddim or ddpm, got {sampler!r}")
+        raise UsageError(f"sampler must be ddim or ddpm, got {sampler!r}")
     if sampler == "ddpm":
         if steps is not None:
-            raise UsageError(f"sample: steps={steps} belongs to ddim, ddpm takes all {schedule.steps}: leave it out")
+            raise UsageError(f"steps={steps} belongs to ddim, ddpm takes all {schedule.steps}: leave it out")
         return list(range(schedule.steps - 1, -1, -1))
     steps = min(DDIM_STEPS, schedule.steps) if steps is None else steps
     if not 1 <= steps <= schedule.steps:
-        raise UsageError(f"sample: steps must lie between 1 and the schedule's {schedule.steps}, got {steps}")
+        raise UsageError(f"steps must lie between 1 and the schedule's {schedule.steps}, got {steps}")
     return torch.linspace(schedule.steps - 1, 0, steps, dtype=torch.float64).round().long().tolist()
 
 

@@ -9,9 +9,10 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 
 from ridgeline.atomic import write_file
-from ridgeline.errors import EnvironmentUnusable, UsageError
+from ridgeline.errors import UsageError
 from ridgeline.models.ddpm_unet import CIFAR10, TINY, UNetConfig
 from ridgeline.step_recipe import NAMED
+from ridgeline.workloads.checkpoint import MAX_STEP, check_seed
 from ridgeline.workloads.sampling import SCHEDULES
 
 FILE = "settings.json"
@@ -78,11 +79,12 @@ class Settings:
         self._one_of("recipe", RECIPES)
         if self.recipe in NAMED and self.dtype not in (None, self.autocast_dtype):
             raise UsageError(
-                f"train: recipe {self.recipe!r} computes in {self.autocast_dtype}, and dtype is {self.dtype!r}: leave "
-                "the dtype out"
+                f"recipe {self.recipe!r} computes in {self.autocast_dtype}, and dtype is {self.dtype!r}: "
+                "leave the dtype out"
             )
-        for name, least in (("steps", 1), ("batch", 1), ("seed", 0), ("log_every", 1), ("save_every", 1)):
+        for name, least in (("steps", 1), ("batch", 1), ("log_every", 1), ("save_every", 1)):
             self._at_least(name, least)
+        check_seed(self.seed)
         for name in ("sample_every", "val_every"):
             self._at_least(name, 0)
         for name, least in (("warmup", 0), ("size", 1)):
@@ -118,7 +120,7 @@ class Settings:
         """
         _, height, width, channels = shape
         if height != width:
-            raise UsageError(f"train: images must be square, got {width} x {height}: pass --size to crop and resize")
+            raise UsageError(f"images must be square, got {width} x {height}: pass --size to crop and resize")
         preset = PRESETS[self.preset]
         sides = [height >> stage for stage in range(len(preset.channels))]
         wanted = (height // 2,) if preset is TINY else preset.attention_resolutions
@@ -136,42 +138,46 @@ class Settings:
         assert isinstance(known, Mapping | tuple)
         if not isinstance(value, str | None) or value not in known:
             names = ", ".join(str(one) for one in known if one is not None)
-            raise UsageError(f"train: {name} must be one of {names}, got {value!r}")
+            raise UsageError(f"{name} must be one of {names}, got {value!r}")
 
     def _at_least(self, name: str, least: int) -> None:
         value = getattr(self, name)
         if not isinstance(value, int) or value < least:
-            raise UsageError(f"train: {name} must be a whole number of at least {least}, got {value!r}")
+            raise UsageError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        if value > MAX_STEP:
+            raise UsageError(f"{name} must be at most {MAX_STEP}, got {value}")
 
     def _number(self, name: str, wanted: str, fits: Callable[[float], bool]) -> None:
         value = getattr(self, name)
         if not isinstance(value, int | float) or not math.isfinite(value) or not fits(value):
-            raise UsageError(f"train: {name} must be {wanted}, got {value!r}")
+            raise UsageError(f"{name} must be {wanted}, got {value!r}")
 
 
 def settings_for(folder: Path, given: Mapping[str, object], *, resume: bool) -> Settings:
     """The settings of a run: those `given`, over those that the run in `folder` began with when it is resumed.
 
     Raises UsageError when a run is to be resumed with other settings than it began with (those in CHANGEABLE may
-    change), and when a setting without a default is not given.
+    change), when a setting without a default is not given, and for a `val_every` that has no images.
     """
     saved = _read(folder / FILE) if resume else {}
     for name, value in given.items():
         if name in saved and name not in CHANGEABLE and saved[name] != value:
             raise UsageError(
-                f"train: the run in '{folder}' began with {name}={saved[name]!r}, not {value!r}: leave the option out, "
+                f"the run in '{folder}' began with {name}={saved[name]!r}, not {value!r}: leave the option out, "
                 "or begin anew in another --out"
             )
     chosen = {**saved, **given}
     for field in fields(Settings):
         if field.default is MISSING and field.name not in chosen:
-            raise UsageError(f"train: --{field.name} is needed to begin a run in '{folder}'")
+            raise UsageError(f"--{field.name} is needed to begin a run in '{folder}'")
+    if given.get("val_every") and chosen.get("val") is None:
+        raise UsageError(
+            "--val-every asks for validations, and no --val says on which images: give one, or leave it out"
+        )
     try:
         return Settings(**chosen)  # pyright: ignore[reportArgumentType]
     except TypeError as error:
-        raise UsageError(
-            f"train: '{folder / FILE}' holds settings that this version does not know ({error})"
-        ) from error
+        raise UsageError(f"'{folder / FILE}' holds settings that this version does not know ({error})") from error
 
 
 def write_settings(folder: Path, settings: Settings) -> None:
@@ -179,7 +185,7 @@ def write_settings(folder: Path, settings: Settings) -> None:
     try:
         write_file(folder / FILE, lambda file: file.write(text.encode()))
     except OSError as error:
-        raise EnvironmentUnusable(f"cannot write '{folder / FILE}' ({error.strerror}): choose another --out") from error
+        raise UsageError(f"cannot write '{folder / FILE}' ({error.strerror}): choose another --out") from error
 
 
 def _read(path: Path) -> dict[str, object]:

@@ -50,9 +50,8 @@ def subject(
         return Subject(target.name, target.module, target.inputs, paths)
     paths = paths or (Path(STREET),)
     image = read_image(paths[0])
-    framed = letterbox.apply(
-        image, letterbox.plan(image.shape[0], image.shape[1], size or DETECTOR_INPUT_PIXELS, mode="square")
-    )
+    side = DETECTOR_INPUT_PIXELS if size is None else size
+    framed = letterbox.apply(image, letterbox.plan(image.shape[0], image.shape[1], side, mode="square"))
     module, whose = _detector(model, weights)
     return Subject(f"{model} with {whose}", module, (letterbox.to_tensor([framed]),), paths)
 

@@ -36,7 +36,7 @@ from ridgeline.workloads.diffusion import Loss, Schedule, noise_loss, training_l
 from ridgeline.workloads.image_sets import Images, load_images
 from ridgeline.workloads.interrupts import interruptible
 from ridgeline.workloads.loader import Batches, Position, to_model_range
-from ridgeline.workloads.run_log import Line, RunLog
+from ridgeline.workloads.run_log import Line, RunLog, require_tensorboard
 from ridgeline.workloads.sampling import SCHEDULES, channels_last, sample, write_grid
 from ridgeline.workloads.settings import FILE, Settings, write_settings
 
@@ -107,15 +107,18 @@ def captured_step(parts: StepParts) -> Step:
     return _compiled(StepRecipe(dtype="fp32", channels_last=False, require=parts.must_capture), parts)
 
 
+def named_step(recipe: str, parts: StepParts, *, require: bool = False) -> Step:
+    """The step of a recipe of `compile_step` by its name; without `require` eagerly where there is no GPU."""
+    return _compiled(replace(NAMED[recipe], require=require), parts)
+
+
 def step_maker(recipe: str, device: torch.device) -> Callable[[StepParts], Step]:
-    """How `Settings.recipe` takes a step on a device. Raises EnvironmentUnusable for a graph without a GPU."""
+    """How `Settings.recipe` takes a step on a device. Without a GPU, EnvironmentUnusable but for "eager" and "auto"."""
     on_gpu = device.type == "cuda"
-    if recipe == "graph" and not on_gpu:
-        raise EnvironmentUnusable("--recipe graph: a CUDA graph needs a GPU; use --recipe eager, or auto")
+    if not on_gpu and recipe not in ("eager", "auto"):
+        raise EnvironmentUnusable(f"--recipe {recipe}: a CUDA graph needs a GPU; use --recipe eager, or auto")
     if recipe in NAMED:
-        if not on_gpu:
-            _log.warning("--recipe %s: without a GPU steps run eagerly, in %s", recipe, NAMED[recipe].dtype)
-        return partial(_compiled, replace(NAMED[recipe], require=on_gpu))
+        return partial(named_step, recipe, require=True)
     return captured_step if recipe == "graph" or (recipe == "auto" and on_gpu) else EagerStep
 
 
@@ -143,6 +146,8 @@ def train(
     """
     place = choose_device(device)
     make_step = make_step or step_maker(settings.recipe, place)
+    if settings.tensorboard:
+        require_tensorboard()
     _prepare(folder, resume)
     images = load_images(settings.data, split="train", size=settings.size, skip_bad=settings.skip_bad)
     held_out = None
@@ -150,7 +155,7 @@ def train(
         held_out = load_images(settings.val, split="test", size=settings.size, skip_bad=settings.skip_bad)
         if held_out.shape[1:] != images.shape[1:]:
             raise UsageError(
-                f"train: images of --val have shape {list(held_out.shape[1:])}, those of --data "
+                f"images of --val have shape {list(held_out.shape[1:])}, those of --data "
                 f"{list(images.shape[1:])}: pass --size, or another set"
             )
     run = _Run(settings, folder, images, held_out, place)
@@ -251,6 +256,10 @@ class _Run:
             set_random_state_(state["random"], self.device)
             self._random, self.done, self.checkpoint = state["random"], state["step"], path
             self._scales = dict(state.get("scales") or {})
+            if self.done > (steps := self.settings.steps):
+                raise UsageError(
+                    f"the run in '{self.folder}' is at step {self.done}, beyond --steps {steps}: give more"
+                )
         except _MISFIT as error:
             raise _misfit(path, error) from error
 
