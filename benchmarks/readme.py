@@ -25,10 +25,12 @@ PAGES = (
     ROOT / "docs" / "index.md",
     ROOT / "docs" / "howto-ddpm-ladder.md",
     ROOT / "docs" / "howto-train-step.md",
+    ROOT / "docs" / "howto-fp8.md",
 )
 RESULTS = ROOT / "benchmarks" / "results"
 STEPS = ("writeup-0", "writeup-3", "writeup-5", "side-stream", "own-fp8")  # on the front page
 SCALES, RIVALS, OURS = "nsmlx", ("eager", "torch.compile"), "ridgeline"
+_FORWARD = re.compile(r"padding \d \d, weight (?P<k>\d+)x(?P<c>\d+)x(?P<size>\d)x\d, x \d+x\d+x(?P<side>\d+)x\d+")
 NETS = {"resnet50": "ResNet-50", "convnext_t": "ConvNeXt-T"}
 BLOCK = re.compile(r"(<!-- table:(?P<name>[\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
@@ -94,6 +96,23 @@ def conv_kernels(rows: list[dict]) -> str:
     return _table("shape | cuDNN + SiLU | ridgeline | ratio", lines)
 
 
+def fp8_kernels(rows: list[dict]) -> str:
+    """Passes of 3x3 convolutions in FP8, of the newest run: rates, and cuDNN's time in bf16 over ours."""
+    rows = [row for row in rows if row["subject"] in ("kernel:conv2d_fp8", "kernel:conv2d_wgrad_fp8")]
+    rows = [row for row in rows if row["run"] == rows[-1]["run"]]
+    lines: dict[str, list[str]] = {}
+    layer = ""
+    # each pass is followed by its rival, and each layer's begin with the forward one
+    for ours, rival in zip(rows[::2], rows[1::2], strict=False):
+        if (found := _FORWARD.fullmatch(ours["shape"])) and ours["dtype"] == "fp8 e4m3":
+            layer = f"{found['c']} to {found['k']} at {found['side']}²" if found["size"] == "3" else ""
+        if layer and (ours["stack"], rival["stack"]) == (OURS, "eager"):
+            rate = units.rate(ours["extra"]["flops"] / ours["median_s"])
+            lines.setdefault(layer, []).append(f"{rate}, {rival['median_s'] / ours['median_s']:.2f}")
+    header = "channels and map | forward | gradient of the map | of the weight"
+    return _table(header, [f"| {name} | {' | '.join(cells)} |" for name, cells in lines.items() if len(cells) == 3])
+
+
 def detectors(rows: list[dict]) -> str:
     """Whole detectors beside eager PyTorch and torch.compile, each as one CUDA graph, each of its newest run.
 
@@ -136,13 +155,20 @@ def _beside(row: dict, run: str) -> str:
 
 
 def ladder(rows: list[dict], names: Iterable[str] = ddpm_ladder.BY_NAME) -> str:
-    """Rungs of the DDPM training step that have rows, beside the write-up's own times; newest row of each."""
-    newest = {row["recipe"]: row for row in rows if row["subject"] == "ddpm-cifar10" and row["region"] == "step"}
+    """Rungs of the DDPM training step that have rows, beside the write-up's own times; newest row of each.
+
+    A star marks the time of one that the newest run left out.
+    """
+    rows = [row for row in rows if row["subject"] == "ddpm-cifar10" and row["region"] == "step"]
+    newest = {row["recipe"]: row for row in rows}
     lines = []
     for name in names:
         rung = ddpm_ladder.BY_NAME[name]
         if row := newest.get(name):
-            times = [units.seconds(row[field]) for field in ("median_s", "spread_s", "gpu_busy_s")]
+            times = [
+                _beside(row, rows[-1]["run"]),
+                *(units.seconds(row[field]) for field in ("spread_s", "gpu_busy_s")),
+            ]
             theirs = "" if rung.writeup_s is None else units.seconds(rung.writeup_s, digits=5)
             cells = (name, row["extra"]["change"], *times, f"{row['extra']['kernels']:,.0f}", theirs)
             lines.append(f"| {' | '.join(cells)} |")
@@ -204,6 +230,7 @@ TABLES = {  # as they stand in PAGES
     "ladder": ladder,
     "loop-diffusers": partial(loop, library="diffusers"),
     "nets": nets,
+    "fp8-kernels": fp8_kernels,
 }
 
 if __name__ == "__main__":

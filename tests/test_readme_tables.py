@@ -81,17 +81,18 @@ def test_detectors_stand_by_dtype_and_size():
     assert names == [f"yolo26{scale} {dtype}, batch 1" for dtype in ("fp16", "tf32") for scale in "nx"]
 
 
-def rung(name: str, ms: float) -> dict[str, Any]:
+def rung(name: str, ms: float, run: str = "1") -> dict[str, Any]:
     times = {"median_s": ms * 1e-3, "spread_s": 1e-3, "gpu_busy_s": 0.5e-3}
     extra = {"change": f"as {name}", "kernels": 1234.0}
-    return {"subject": "ddpm-cifar10", "region": "step", "recipe": name, **times, "extra": extra}
+    return {"subject": "ddpm-cifar10", "region": "step", "recipe": name, "run": run, **times, "extra": extra}
 
 
 def test_rungs_stand_in_order_beside_the_write_up():
-    table = readme.ladder([rung("one-pass", 7.0), rung("writeup-5", 9.0), rung("writeup-5", 8.0)])
+    """A star marks what the newest run left out."""
+    table = readme.ladder([rung("one-pass", 7.0), rung("writeup-5", 9.0), rung("writeup-5", 8.0, "2")])
     assert cells(table) == [
         ["writeup-5", "as writeup-5", "8.00 ms", "1.00 ms", "500 µs", "1,234", "133.60 ms"],
-        ["one-pass", "as one-pass", "7.00 ms", "1.00 ms", "500 µs", "1,234", ""],
+        ["one-pass", "as one-pass", "7.00 ms*", "1.00 ms", "500 µs", "1,234", ""],
     ]
 
 
@@ -134,6 +135,26 @@ def test_a_network_is_shown_in_its_newest_run_of_both_recipes():
     rows += [step("3", "bf16", 1.0), step("4", "writeup-5", 1.0, "cpu"), step("4", "bf16", 1.0, "cpu")]
     assert "| ResNet-50, 8x3x224x224 | 8.00 ms | 4.00 ms | 2.00 |" in readme.TABLES["nets"](rows)
     assert readme.TABLES["nets"](rows[4:]) == ""
+
+
+def test_fp8_layers_have_a_line_of_three_passes_each():
+    def passes(run: str, shape: str, dtype: str, ours: float, theirs: float, op: str = "conv2d_fp8") -> list[dict]:
+        row = {"subject": f"kernel:{op}", "shape": shape, "run": run, "extra": {"flops": 2e9}}
+        mine = {**row, "stack": "ridgeline", "dtype": dtype, "median_s": ours * 1e-6}
+        return [mine, {**row, "stack": "eager", "dtype": "bf16", "median_s": theirs * 1e-6}]
+
+    def layer(run: str, size: int) -> list[dict]:
+        forward = f"padding 1 1, weight 32x64x{size}x{size}, x 8x64x16x16"
+        back = f"padding 1 1, weight 64x32x{size}x{size}, x 8x32x16x16"
+        rows = passes(run, forward, "fp8 e4m3", 2.0, 3.0) + passes(run, back, "fp8 e5m2", 4.0, 4.0)
+        return rows + passes(run, "dy, x", "fp8 e5m2", 8.0, 4.0, "conv2d_wgrad_fp8")
+
+    rows = [*layer("1", 3), *layer("2", 3)[:2], *layer("2", 1), *layer("2", 3)[2:]]
+    assert readme.TABLES["fp8-kernels"](layer("1", 3)).splitlines()[2:] == [
+        "| 64 to 32 at 16² | 1.00 PFLOP/s, 1.50 | 500 TFLOP/s, 1.00 | 250 TFLOP/s, 0.50 |"
+    ]
+    # of the newest run, 3x3 filters, whole lines
+    assert readme.TABLES["fp8-kernels"](rows) == readme.TABLES["fp8-kernels"]([]) == ""
 
 
 def test_a_stale_page_is_seen_and_written_again(tmp_path, monkeypatch, capsys):
