@@ -136,6 +136,8 @@ def test_a_trace_of_fewer_kernels_than_the_gpu_worked_is_not_diagnosed(capsys, t
     [
         ([], "no trace is named"),
         (["--scorecard", "x.json"], "--scorecard looks at no trace"),
+        (["--scorecard", "--html", "x.html"], "--scorecard looks at no trace: leave --html out"),
+        (["--scorecard", "--rows", "5"], "--scorecard looks at no trace: leave --rows out"),
         (["absent.json"], "cannot read absent.json"),
         ([LOADER, "--facts", "absent.json"], "cannot read absent.json"),
         ([LOADER, "--facts", LOADER], "holds no facts"),

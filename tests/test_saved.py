@@ -174,15 +174,13 @@ def test_a_failed_write_leaves_the_old_file(written, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", no_space)
-    with pytest.raises(
-        EnvironmentUnusable, match=r"cannot write .*net' \(No space left on device\): give another path"
-    ):
+    with pytest.raises(UsageError, match=r"cannot write .*net' \(No space left on device\): give another path"):
         written[0].save(path)
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_missing_folder_is_named(written, tmp_path):
-    with pytest.raises(EnvironmentUnusable, match=r"absent/net' \(No such file or directory\)"):
+    with pytest.raises(UsageError, match=r"absent/net' \(No such file or directory\)"):
         written[0].save(tmp_path / "absent" / "net")
 
 

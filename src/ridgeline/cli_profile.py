@@ -14,6 +14,7 @@ from ridgeline.late_import import late_import
 
 FORMATS = ("table", "json", "csv", "md")
 DIFF_FORMATS = ("table", "json", "md")
+_ROWS = 20  # of each table
 OVER_LIMIT = 1  # exit code of a figure beyond --fail-on
 
 
@@ -57,8 +58,7 @@ def profile(a: argparse.Namespace) -> int:
 
 def explain(a: argparse.Namespace) -> int:
     if a.scorecard:
-        if a.trace is not None:
-            raise UsageError(f"--scorecard looks at no trace: leave {a.trace} out")
+        _require_alone(a)
         print("\n".join(_module("scorecard").scorecard().lines()))
         return 0
     if a.trace is None:
@@ -157,6 +157,17 @@ def _add_explain(verbs: argparse._SubParsersAction) -> None:
     _add_output(p)
 
 
+def _require_alone(a: argparse.Namespace) -> None:
+    """Refuse what says how a trace is read or shown."""
+    if a.trace is not None:
+        raise UsageError(f"--scorecard looks at no trace: leave {a.trace} out")
+    ignored = {"--facts": a.facts, "--operators": a.operators, "--gpu": a.gpu, "--html": a.html}
+    ignored |= {"--format": a.format != "table", "--rows": a.rows != _ROWS}
+    for name, given in ignored.items():
+        if given:
+            raise UsageError(f"--scorecard looks at no trace: leave {name} out")
+
+
 def _add_diff(verbs: argparse._SubParsersAction) -> None:
     p = _verb(verbs, "diff", diff, "compare two saved profiles: what differs beyond the spread of the times")
     p.add_argument("before", type=Path, metavar="BEFORE", help="run.json")
@@ -191,7 +202,7 @@ def _add_output(p: argparse.ArgumentParser) -> None:
 
 
 def _add_rows(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--rows", type=_count, default=20, help="rows of each table (default %(default)s)")
+    p.add_argument("--rows", type=_count, default=_ROWS, help="rows of each table (default %(default)s)")
 
 
 def _count(text: str) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from ridgeline.atomic import write_file
 from ridgeline.compile_report import GraphReport, InputSpec
-from ridgeline.errors import EnvironmentUnusable, UsageError
+from ridgeline.errors import UsageError
 from ridgeline.graph_format import from_data, to_data
 from ridgeline.kernels import BY_OVERLOAD
 from ridgeline.launches import arguments_of, kernel_calls, planned
@@ -50,7 +50,7 @@ class Contents:
 def write(path: Path, contents: Contents) -> None:
     """Write a file, whole or not at all.
 
-    Raises UsageError for a graph that a file cannot hold, EnvironmentUnusable where the folder cannot be written.
+    Raises UsageError for a graph that a file cannot hold, and a path that cannot be written.
     """
     tensors: dict[str, Tensor] = {}
     described: list[Any] = []
@@ -72,7 +72,7 @@ def write(path: Path, contents: Contents) -> None:
     try:
         write_file(path, lambda file: file.write(data))
     except OSError as error:
-        raise EnvironmentUnusable(f"save: cannot write {str(path)!r} ({error.strerror}): give another path") from error
+        raise UsageError(f"save: cannot write {str(path)!r} ({error.strerror}): give another path") from error
 
 
 def read(path: Path, device: torch.device) -> Contents:
