@@ -59,8 +59,8 @@ def concat_copies(step: Step) -> Iterator[Finding]:
         evidence=evidence(found),
         edit=edit,
         note=(
-            "most: every copy and its launch; least: half, where producers get slower. In training those concats go that"
-            " one GroupNorm and one convolution alone read"
+            "most: every copy and its launch; least: half, where producers get slower. In training concats go that one"
+            " GroupNorm and one convolution alone read"
         ),
     )
 
