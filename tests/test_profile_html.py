@@ -137,6 +137,13 @@ def test_the_waterfalls_are_to_scale():
     assert style(roof, "w") == pytest.approx(PROFILE.floor_s / PROFILE.wall.median_s * 100, abs=0.05)
 
 
+def test_a_roof_beyond_the_step_stays_on_the_page():
+    """As on the ceilings of a slower GPU."""
+    bars = _Page(profile_page(replace(PROFILE, floor_s=2 * PROFILE.wall.median_s))).named("i")
+    now, *_, roof = bars[len(PROFILE.waterfall) + 1 :]
+    assert (style(now, "w"), style(roof, "w")) == (50, 100)
+
+
 def unpacked(profile):
     """What the page's script makes of the timeline's numbers: (row, start in ns, duration in ns, name, category)."""
     data = json.loads(timeline(profile).json)

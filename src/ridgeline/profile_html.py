@@ -141,11 +141,12 @@ def _remaining(profile: Profile) -> str:
     if not steps:
         return ""
     now_s = before_s = step_s(profile)
-    longest_s = max([now_s, *(left_s for _, left_s in steps)]) or 1.0
+    # a roof of another GPU's ceilings may be longer than the step
+    longest_s = max([now_s, profile.floor_s or 0.0, *(left_s for _, left_s in steps)]) or 1.0
     parts = [_bar("now", "", 0.0, now_s, longest_s, "")]
     for finding, left_s in steps:
         name, cut_s = f"{finding.rule} {finding.title}", max(before_s - left_s, 0.0)
-        share = f"−{share_text(cut_s / longest_s)}" if cut_s else ""  # noqa: RUF001
+        share = f"−{share_text(cut_s / now_s)}" if cut_s and now_s else ""  # noqa: RUF001
         parts.append(_bar(name, "left", 0.0, left_s, longest_s, share, cut_s))
         before_s = left_s
     if profile.floor_s is not None:
