@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from torch import fx
 
 from ridgeline.train_rewrites import (
-    add_residual_gradients,
     expand_upsample,
     fuse_attention,
     fuse_group_norm_silu,
@@ -38,7 +37,6 @@ PIPELINE = (
     TrainRewrite("fuse_group_norm_silu", fuse_group_norm_silu.apply),
     TrainRewrite("fuse_attention", fuse_attention.apply),
     TrainRewrite("merge_linears", merge_linears.apply),
-    TrainRewrite("add_residual_gradients", add_residual_gradients.apply),
     TrainRewrite("keep_channels_last", keep_channels_last.apply),
     TrainRewrite("use_convolutions", use_convolutions.apply),
     TrainRewrite("read_concats", read_concats.apply),

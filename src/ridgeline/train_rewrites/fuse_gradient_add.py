@@ -1,8 +1,11 @@
-"""A norm's backward adds the gradient that comes to its input by another way, such as from a 1x1 convolution beside it.
+"""A norm's backward adds the gradient that comes to its input by another way: a residual branch, or a 1x1 convolution.
+
+In y = x + f(norm(x)) two gradients reach x. Autograd adds them in a pass of its own, two reads and a write; the norm's
+kernel has its part in registers, and reads the other one once. The sum is rounded once, not twice.
 
 A pass over graphs of aten operators, as AOTAutograd hands them to a compiler, before those that look at what norms
 make: the norm may sum the result or store it in FP8, as a convolution that adds a map may not. `meta["val"]` is what a
-node returns. What adds one map to another before autograd sees them is `add_residual_gradients`.
+node returns.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from ridgeline.kernels import group_norm_silu_backward
 from ridgeline.train_rewrites._match import is_channels_last, only_user
 from ridgeline.train_rewrites._operators import arguments, call
 
-_ADD = torch.ops.aten.add.Tensor
+_ADD, _CLONE = torch.ops.aten.add.Tensor, torch.ops.aten.clone.default
 _NORM = group_norm_silu_backward.OP.overload
 
 
@@ -35,9 +38,9 @@ class _Site:
 def apply(graph_module: fx.GraphModule) -> int:
     """Replace sums of a norm's dx and another map by the norm with a residual; returns how many.
 
-    What makes the other map moves to before the norm where it came later. Does not fire on: dx with other readers, a
-    map that is made of results of the norm, one of another dtype, shape or layout, a sum with a factor, a norm that has
-    a residual already.
+    What makes the other map moves to before the norm where it came later; a slice of a wider map's channels is made
+    dense, which costs what the sum did. Does not fire on: dx with other readers, a map that is made of results of the
+    norm, one of another dtype, shape or layout, a sum with a factor, a norm that has a residual already.
     """
     graph = graph_module.graph
     fused = 0
@@ -51,7 +54,8 @@ def apply(graph_module: fx.GraphModule) -> int:
         for node in site.late:
             norm.prepend(node)
         with graph.inserting_before(norm):
-            new = call(graph, _NORM, {**arguments(norm), "residual": site.other}, (norm, add))
+            residual = _dense(site.other)
+            new = call(graph, _NORM, {**arguments(norm), "residual": residual}, (norm, add))
         new.meta["val"] = norm.meta["val"]
         norm.replace_all_uses_with(new)
         graph.erase_node(norm)
@@ -75,7 +79,18 @@ def _site(dx: Any, other: Any, add: fx.Node) -> _Site | None:
         return None
     alike = (residual.dtype, residual.shape, residual.device) == (found.dtype, found.shape, found.device)
     late = _late(other, norm)
-    return _Site(norm, dx, other, late) if alike and is_channels_last(residual) and late is not None else None
+    by_pixels = residual.dim() == 4 and (residual.stride(1) == 1 or is_channels_last(residual))
+    return _Site(norm, dx, other, late) if alike and by_pixels and late is not None else None
+
+
+def _dense(other: fx.Node) -> fx.Node:
+    """It, or a copy of what is a slice."""
+    found = other.meta["val"]
+    if is_channels_last(found):
+        return other
+    copy = other.graph.call_function(_CLONE, (other,), {"memory_format": torch.channels_last})
+    copy.meta["val"] = found.clone(memory_format=torch.channels_last)
+    return copy
 
 
 def _late(node: fx.Node, norm: fx.Node) -> tuple[fx.Node, ...] | None:

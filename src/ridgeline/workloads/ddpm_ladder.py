@@ -57,7 +57,7 @@ class Rung:
 
 
 _NORMS = ("expand_upsample", "fuse_group_norm_silu")
-_DENSE = ("merge_linears", "add_residual_gradients", "keep_channels_last")
+_DENSE = ("merge_linears", "keep_channels_last")
 _UPSAMPLED = ("fuse_upsample_conv", "fuse_group_norm_silu", "fuse_attention", *_DENSE, "use_convolutions")
 _OWN = (*_UPSAMPLED, "read_concats")
 
