@@ -75,6 +75,14 @@ def changed(held: object, value: object, draw) -> object:
     return [*held[:place], changed(held[place], value, draw), *held[place + 1 :]]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("Concrete Inputs", ["", [], "[2, 2]", "[0, 0]", "[1, 1]", "False"]), ("Input type", [])]
+)
+def test_a_pooling_that_was_recorded_in_part_is_passed_over(tmp_path, name, value):
+    call, *others = pooled(Loop(), 90).events
+    findings(tmp_path, Loop([{**call, "args": {**call["args"], name: value}}, *others]), {})
+
+
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_no_value_in_a_trace_breaks_an_explanation(tmp_path_factory, data):

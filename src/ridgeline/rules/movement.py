@@ -182,11 +182,13 @@ def _splits(kernel: Kernel) -> bool:
 def _pooling(kernel: Kernel) -> tuple[int, int, int]:
     """Bytes an element, elements of the input and of the output; zeros where the window is not recorded."""
     call = kernel.call
-    if call is None or called(kernel) != "max_pool2d_with_indices" or len(call.concrete) < 4 or len(call.shapes[0]) < 3:
+    if call is None or called(kernel) != "max_pool2d_with_indices" or len(call.concrete) < 4:
+        return 0, 0, 0
+    if not call.shapes or len(call.shapes[0]) < 3 or not call.dtypes:
         return 0, 0, 0
     window, stride, padding = ([int(n) for n in _NUMBER.findall(text)] for text in call.concrete[1:4])
     stride, padding = stride or window, padding or [0]
-    if not stride or not stride[-1]:
+    if not window or not stride or not stride[-1]:
         return 0, 0, 0
     x = call.shapes[0]
     sides = [(side + 2 * padding[-1] - window[-1]) // stride[-1] + 1 for side in x[-2:]]
