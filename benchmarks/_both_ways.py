@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ import _rows
 from kernels import CALLS, repeat, right_launches, version
 from ridgeline import units
 from ridgeline.cost import Cost
-from ridgeline.errors import RidgelineError, UsageError, VerificationFailed
+from ridgeline.errors import UsageError, VerificationFailed
 from ridgeline.kernels import Sample
 from ridgeline.kernels._op import DTYPES, Op
 from ridgeline.timing import time_many
@@ -61,23 +60,20 @@ def main(script: str, doc: str | None, op: Op, bench: Bench, *, dtypes: Sequence
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--out", type=Path, help="append rows to this JSONL file")
     a = parser.parse_args()
-    try:
+
+    def rows() -> list[_rows.Row]:
         where = _rows.machine()
         samples = [s for s in op.samples if s.real_size and a.sample in s.why]
         if not samples:
             raise UsageError(f"no sample of real size has {a.sample!r} in its reason")
-        rows = []
+        found = []
         for dtype in a.dtype:
             for each in samples:
                 job = Job(each, dtype, each.arguments(DTYPES[dtype], "cuda"))
-                rows += bench(job, where, configs=a.configs, compiled=a.compile, repeats=a.repeats)
-    except RidgelineError as error:
-        print(f"benchmarks/{script}: {error}", file=sys.stderr)
-        return error.exit_code
-    if a.out:
-        _rows.append(a.out, rows)
-        print(f"{len(rows)} rows appended to {a.out}", file=sys.stderr)
-    return 0
+                found += bench(job, where, configs=a.configs, compiled=a.compile, repeats=a.repeats)
+        return found
+
+    return _rows.filed(script, rows, a.out)
 
 
 def own_calls(what: str, op: Op, arguments: dict[str, Any], configs: int) -> list[Call]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,6 @@ import _rows
 from ridgeline import units
 from ridgeline.cost import Cost
 from ridgeline.cudagraph import Captured, capture
-from ridgeline.errors import RidgelineError
 from ridgeline.timing import time_many
 
 CALLS = 10  # in one graph, so that its launch is not in the numbers
@@ -29,15 +27,7 @@ def main(script: str, doc: str | None, bench: Bench) -> int:
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--out", type=Path, help="append rows to this JSONL file")
     a = parser.parse_args()
-    try:
-        rows = bench(_rows.machine(), a.repeats)
-    except RidgelineError as error:
-        print(f"benchmarks/{script}: {error}", file=sys.stderr)
-        return error.exit_code
-    if a.out:
-        _rows.append(a.out, rows)
-        print(f"{len(rows)} rows appended to {a.out}", file=sys.stderr)
-    return 0
+    return _rows.filed(script, lambda: bench(_rows.machine(), a.repeats), a.out)
 
 
 def rows_beside_copy(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 import triton
 
-from ridgeline.errors import EnvironmentUnusable
+from ridgeline.errors import EnvironmentUnusable, RidgelineError
 from ridgeline.timing import Timing, gpu_state
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,6 +119,19 @@ def append(path: Path, rows: list[Row]) -> None:
     text = "".join(json.dumps(asdict(each)) + "\n" for each in rows)
     with path.open("a", encoding="utf-8") as file:
         file.write(text)
+
+
+def filed(script: str, measure: Callable[[], list[Row]], out: Path | None) -> int:
+    """A script's exit code: its rows are measured, and added to `out` if it is given; or one sentence on stderr."""
+    try:
+        rows = measure()
+    except RidgelineError as error:
+        print(f"benchmarks/{script}: {error}", file=sys.stderr)
+        return error.exit_code
+    if out:
+        append(out, rows)
+        print(f"{len(rows)} rows appended to {out}", file=sys.stderr)
+    return 0
 
 
 def _commit() -> str:

@@ -53,9 +53,8 @@ def backward_fp8_kernel(
         at_pc, inside_pc = tile_at(n, slab, place_of(step, PIECES, True) * BLOCK_P, HW, C, K * CG, BLOCK_P, BLOCK_C)
         centred_pc = after(x[place_of(step, PIECES, True)], done_pc) - centre_c[None, :]
         # in this order two fused multiply-adds
-        dx_pc = (a_c[None, :] * after(g[place_of(step, PIECES, True)], done_pc) - d_c[None, :]) - centred_pc * b_c[
-            None, :
-        ]
+        dx_pc = a_c[None, :] * after(g[place_of(step, PIECES, True)], done_pc) - d_c[None, :]
+        dx_pc -= centred_pc * b_c[None, :]
         if residual_ptr is not None:
             dx_pc += added[step].to(tl.float32)
             added = load_ahead(added, residual_ptr, n, slab, step + 1, HW, C, K * CG, BLOCK_P, BLOCK_C, PIECES, True)
