@@ -76,7 +76,7 @@ def test_events_enclose_one_call_after_the_eviction(monkeypatch, l2, log):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: gpu.log.append("S"))
     monkeypatch.setattr("torch.cuda.Event", gpu.event)
-    monkeypatch.setattr(timing, "_evictor", lambda: gpu.call("E", 7.0))
+    monkeypatch.setattr(timing, "evictor", lambda: gpu.call("E", 7.0))
     calls = {"a": gpu.call("a", 2.0), "b": gpu.call("b", 3.0)}
     results = time_many(calls, warmup=1, repeats=5, l2=l2, log_clocks=False)
     text = "".join(gpu.log)
@@ -92,7 +92,7 @@ def test_the_host_timer_waits_for_the_gpu_on_both_sides(monkeypatch):
     log = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: log.append("S"))
-    monkeypatch.setattr(timing, "_evictor", lambda: lambda: log.append("E"))
+    monkeypatch.setattr(timing, "evictor", lambda: lambda: log.append("E"))
     monkeypatch.setattr(timing, "gpu_state", lambda: parse_gpu_state("T4, 535, 1590, 5001, 40, 60, 70, 3, 1590"))
     result = time_callable(lambda: log.append("a"), warmup=1, repeats=5, l2="cold", method="host")
     assert "".join(log) == "a" + "ESaS" * 5

@@ -61,6 +61,7 @@ class GraphReport:
     launches: int  # of ridgeline's kernels; an operator may need several
     chain_length: int  # launches on the longest chain of those that wait for one another, foreign operators included
     memory: MemoryPlan
+    early_launch_dropped: str | None = None  # why kernels wait for the end of their predecessors though they need not
 
     def lines(self) -> list[str]:
         plan = self.memory
@@ -69,6 +70,8 @@ class GraphReport:
         rows += [f"left to PyTorch, {name}: {count}" for name, count in self.foreign]
         rows += [f"{finding.what} inside: {finding.node}, {finding.where}" for finding in self.interior]
         rows.append(f"launches: {self.launches}, {self.chain_length} of all calls in the longest chain")
+        if self.early_launch_dropped is not None:
+            rows.append(f"early launch dropped: {self.early_launch_dropped}")
         parts = {"weights": plan.weight_bytes, "activations": plan.activation_bytes, "inputs": plan.input_bytes}
         parts |= {"outputs": plan.output_bytes, "graph pool": plan.pool_bytes}
         said = (f"{name} {units.nbytes(size)}" for name, size in parts.items() if size is not None)

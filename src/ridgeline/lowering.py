@@ -69,6 +69,11 @@ def choose_(graph_module: fx.GraphModule, recipe: Recipe, device: torch.device) 
     graph_module.recompile()
 
 
+def launches_early(graph_module: fx.GraphModule) -> bool:
+    """Whether a kernel call starts before its predecessor has ended."""
+    return any(node.kwargs.get("pdl") for node in graph_module.graph.nodes)
+
+
 def _prepared(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy for inference in `dtype`, filters channels-last."""
     prepared = copy.deepcopy(module).eval().requires_grad_(False).to(dtype)

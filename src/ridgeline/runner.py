@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,9 +13,12 @@ from torch import Tensor, fx
 from ridgeline.compile_report import GraphReport, input_spec
 from ridgeline.cudagraph import Captured, capture, pool_bytes
 from ridgeline.launches import compile_kernels
-from ridgeline.lowering import cast
+from ridgeline.lowering import cast, choose_, launches_early
 from ridgeline.recipe import Recipe
+from ridgeline.replay_check import unsteady
 from ridgeline.streams import StreamedGraph, schedule
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,27 @@ class Runner:
 
 
 def make_runner(graph_module: fx.GraphModule, report: GraphReport, inputs: Sequence[Tensor], recipe: Recipe) -> Runner:
-    """Compile what is to run on a GPU, and capture it there. Raises NotEngaged for what cannot be captured."""
+    """Compile what is to run on a GPU, and capture it there. Raises NotEngaged for what cannot be captured.
+
+    A captured graph whose kernels start early is replayed some times on `inputs`. Where results differ, its calls are
+    told to wait for the end of the kernel before, in place, and the report says so.
+    """
+    # a report from a file tells of the GPU that wrote it
+    report = replace(report, early_launch_dropped=None)
+    runner = _made(graph_module, report, inputs, recipe)
+    if runner.captured is None or not launches_early(graph_module):
+        return runner
+    different, replays = unsteady(runner.captured)
+    if not different:
+        return runner
+    why = f"{different} of {replays} replays of one input gave other bits than the first"
+    _log.warning("early launch is dropped, for %s: this is a bug of ridgeline, please report the network", why)
+    late = replace(recipe, pdl=False)
+    choose_(graph_module, late, inputs[0].device)
+    return _made(graph_module, replace(report, early_launch_dropped=why), inputs, late)
+
+
+def _made(graph_module: fx.GraphModule, report: GraphReport, inputs: Sequence[Tensor], recipe: Recipe) -> Runner:
     dtype = recipe.torch_dtype
     on_gpu = inputs[0].is_cuda
     report = replace(report, inputs=tuple(map(input_spec, inputs)))

@@ -208,7 +208,7 @@ def _rounds(names: list[str], repeats: int) -> Iterator[str]:
 
 
 def _sample_host(calls: Mapping[str, Call], repeats: int, l2: str) -> dict[str, list[float]]:
-    evict = _evictor() if l2 == "cold" else None
+    evict = evictor() if l2 == "cold" else None
     synchronise = torch.cuda.synchronize if torch.cuda.is_available() else _nothing
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for name in _rounds(list(calls), repeats):
@@ -224,7 +224,7 @@ def _sample_host(calls: Mapping[str, Call], repeats: int, l2: str) -> dict[str, 
 
 
 def _sample_events(calls: Mapping[str, Call], repeats: int, l2: str) -> dict[str, list[float]]:
-    evict = _evictor()
+    evict = evictor()
     pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
     for name in _rounds(list(calls), repeats):
         fn = calls[name]
@@ -241,7 +241,7 @@ def _sample_events(calls: Mapping[str, Call], repeats: int, l2: str) -> dict[str
     return {name: [start.elapsed_time(end) / 1000 for start, end in both] for name, both in pairs.items()}
 
 
-def _evictor() -> Call:
+def evictor() -> Call:
     """A call that reads four times the L2 of the current GPU, at least 256 MiB (some 60 µs of lead for the host)."""
     l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     buffer = torch.ones(max(4 * l2_bytes, 2**28) // 4, dtype=torch.float32, device="cuda")

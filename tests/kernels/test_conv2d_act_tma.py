@@ -337,7 +337,7 @@ def test_machine_code_copies_boxes_and_computes_no_addresses():
         assert found.problems == () and found.count("HGMMA") > 0 == found.count("LDGSTS")
         assert {name.split(".")[1] for name in found.instructions if name.startswith("UTMALDG")} == copies
     assert four.count("HGMMA") == gathered.count("HGMMA")
-    assert 2 * arithmetic(four) < arithmetic(gathered)
+    assert arithmetic(four) + 100 < arithmetic(gathered)  # both begin by asking for their weights
     for binary in compiled[1:]:
         before, _, after = binary.ptx.partition("griddepcontrol.wait")
         assert "cp.async.bulk.tensor" in after and "cp.async.bulk.tensor" not in before

@@ -35,7 +35,7 @@ from ridgeline.kernels._nhwc import random_nhwc, round_operand, wait_for_predece
 from ridgeline.models import YOLO26, fuse, randomise_
 from ridgeline.recipe import Recipe
 
-WAIT = "wait_for_predecessor"
+WAITS = "wait_for_predecessor", "wait_holding_dependent"
 # what no kernel of a graph writes: weights, biases, and the tables that place a frame on its canvas
 CONSTANT = ("weight", "bias", "rows", "columns")
 READS, WRITES = ("load", "async_copy_global_to_shared"), ("store", "async_copy_shared_to_global")
@@ -101,7 +101,7 @@ class Reader:
         if not isinstance(node, ast.Call):
             return
         name = _called(node)
-        if name == WAIT:
+        if name in WAITS:
             self.waited = True
         elif name == "warp_specialize":
             # partitions run beside each other, so each of them must wait

@@ -5,7 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ridgeline.kernels._nhwc import activate, after_loads, round_operand, split_pixel, wait_for_predecessor
+from ridgeline.kernels._nhwc import (
+    activate,
+    after_loads,
+    let_dependent_in,
+    prefetch_weights,
+    round_operand,
+    split_pixel,
+    wait_holding_dependent,
+)
 
 
 @triton.jit
@@ -91,6 +99,8 @@ def conv2d_act_kernel(
         bias_n = tl.load(bias_ptr + n, mask=valid_n, other=0.0)
     STEPS: tl.constexpr = (R * S * C + BLOCK_K * SPLIT - 1) // (BLOCK_K * SPLIT)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if not UNROLL:
+        prefetch_weights(weight_ptr, R * S * C * K, PDL)
     if SPLIT > 1:
         acc = _split_product(
             x_tap, weight_row, h, w, valid_n, C, H, W, R, S, PADDED, X_PITCH, PRECISION, ROUNDING, PDL, UNROLL,
@@ -103,7 +113,7 @@ def conv2d_act_kernel(
             valid_w = valid_weights(step, k, valid_n, R * S * C, BLOCK_K)
             b_kn = tl.load(weight_row[None, :] + (step * BLOCK_K + k)[:, None], mask=valid_w, other=0.0)
             weights = weights + (b_kn,)  # noqa: RUF005 - Triton cannot unpack
-        wait_for_predecessor(PDL)
+        wait_holding_dependent(PDL)
         gathered = ()
         for step in tl.static_range(STEPS):
             offset, valid_x = tap_of_step(step, k, h, w, exists_m, C, H, W, R, S, PADDED, X_PITCH, BLOCK_K)
@@ -114,7 +124,7 @@ def conv2d_act_kernel(
         for step in tl.static_range(STEPS):
             acc = tl.dot(gathered[step], weights[step], acc, input_precision=PRECISION)
     else:
-        wait_for_predecessor(PDL)
+        wait_holding_dependent(PDL)
         for step in range(0, STEPS):
             offset, valid_x = tap_of_step(step, k, h, w, exists_m, C, H, W, R, S, PADDED, X_PITCH, BLOCK_K)
             valid_w = valid_weights(step, k, valid_n, R * S * C, BLOCK_K)
@@ -131,6 +141,7 @@ def conv2d_act_kernel(
     valid_y = valid_m[:, None] & valid_n[None, :]
     if residual_ptr is not None:
         acc += tl.load(residual_ptr + m[:, None] * RESIDUAL_PITCH + n[None, :], mask=valid_y, other=0.0).to(tl.float32)
+    let_dependent_in(PDL)
     tl.store(y_ptr + m[:, None] * Y_PITCH + n[None, :], acc.to(y_ptr.dtype.element_ty), mask=valid_y)
 
 
@@ -152,7 +163,7 @@ def _split_product(
         for step in tl.static_range(STEPS):
             block = _split_weights(step, weight_row, valid_n, R * S * C, SPLIT, BLOCK_K)
             weights = weights + (block,)  # noqa: RUF005
-        wait_for_predecessor(PDL)
+        wait_holding_dependent(PDL)
         gathered = ()
         for step in tl.static_range(STEPS):
             block = _split_gather(step, x_tap, h, w, C, H, W, R, S, PADDED, X_PITCH, SPLIT, BLOCK_M, BLOCK_K)
@@ -162,7 +173,7 @@ def _split_product(
         for step in tl.static_range(STEPS):
             acc = tl.dot(gathered[step], weights[step], acc, input_precision=PRECISION)
     else:
-        wait_for_predecessor(PDL)
+        wait_holding_dependent(PDL)
         for step in range(0, STEPS):
             a_smk = _split_gather(step, x_tap, h, w, C, H, W, R, S, PADDED, X_PITCH, SPLIT, BLOCK_M, BLOCK_K)
             b_skn = _split_weights(step, weight_row, valid_n, R * S * C, SPLIT, BLOCK_K)

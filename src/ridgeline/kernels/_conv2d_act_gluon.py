@@ -4,6 +4,7 @@ As in _conv2d_gluon wgmma reads both operands from shared memory, as the tensor 
 a network of batch 1 sets the terms. A program takes half of a multiprocessor's registers where it can, so that two
 share one: the second multiplies, or begins the next kernel, while the first stores. With programmatic dependent launch
 the first weights, which no kernel writes, are copied before the wait for the predecessor, and the tensor maps fetched.
+The copying warp alone lets the dependent in, behind its last copy: of a program the first warp to do so counts.
 With SPLIT several programs share the reduction of a tile, and `sum_parts_kernel` adds what they found.
 
 A tensor map of x, residual and y has the axes [N, H, W, C], of the weight [K, R S, C], of parts [SPLIT, N, H, W, K].
@@ -29,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import builtin
 
-from ridgeline.kernels._nhwc import activate, wait_for_predecessor
+from ridgeline.kernels._nhwc import activate, let_dependent_in, wait_holding_dependent
 
 
 @builtin
@@ -134,7 +135,7 @@ def _copy(
             place = [channel, k // BLOCKS, k % BLOCKS * BLOCK_K]
             tma.async_copy_global_to_shared(weight_desc, place, full.index(step), b.index(step))
         _fetch_maps(x_desc, residual_desc, y_desc, a.index(0), c, fetched, images, SPLIT)
-    wait_for_predecessor(PDL)
+    wait_holding_dependent(PDL)
     step = 0
     for unit in range(gl.program_id(0), tiles * SPLIT, gl.num_programs(0)):
         n, h, w, channel, _, first, last = _share(unit, tiles, K, HO, WO, SPLIT, STEPS, BOX_N, BOX_H, BOX_W, BLOCK_N)
@@ -151,6 +152,7 @@ def _copy(
             place = [n, h + tap // S - PAD_H, w + tap % S - PAD_W, reduced]
             tma.async_copy_global_to_shared(x_desc, place, full.index(stage), a.index(stage))
             step += 1
+    let_dependent_in(PDL)
 
 
 @gluon.jit
@@ -184,7 +186,7 @@ def _multiply(
     IN_FLIGHT: gl.constexpr = 1 if BLOCK_M * BLOCK_N * BLOCK_K >= 64 * 128 * 64 else 2
     if PDL:
         mbarrier.wait(fetched, 0)
-    wait_for_predecessor(PDL)
+    wait_holding_dependent(PDL)
     step = 0
     phase = 0
     for unit in range(gl.program_id(0), tiles * SPLIT, gl.num_programs(0)):

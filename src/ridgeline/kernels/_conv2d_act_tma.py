@@ -17,12 +17,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ridgeline.kernels._nhwc import activate, round_operand, wait_for_predecessor
+from ridgeline.kernels._nhwc import activate, let_dependent_in, prefetch_weights, round_operand, wait_holding_dependent
 
 
 @triton.jit
 def conv2d_act_tma_kernel(
-    x_desc, weight_desc, bias_ptr, residual_ptr, y_ptr,
+    x_desc, weight_desc, weight_ptr, bias_ptr, residual_ptr, y_ptr,
     pixels,  # N * HO * WO
     C: tl.constexpr, K: tl.constexpr, R: tl.constexpr, S: tl.constexpr, HO: tl.constexpr, WO: tl.constexpr,
     STRIDE: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
@@ -57,7 +57,8 @@ def conv2d_act_tma_kernel(
     if bias_ptr is not None:
         # before the wait it costs no time
         bias_n = tl.load(bias_ptr + n, mask=valid_n, other=0.0).to(tl.float32)
-    wait_for_predecessor(PDL)
+    prefetch_weights(weight_ptr, R * S * C * K, PDL)
+    wait_holding_dependent(PDL)
 
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     BLOCKS: tl.constexpr = C // BLOCK_K  # of a tap
@@ -99,6 +100,7 @@ def conv2d_act_tma_kernel(
         pixel = pixel.to(tl.int64)
     if SPLIT > 1:
         row_m = (part * pixels + pixel).to(tl.int64)
+        let_dependent_in(PDL)
         tl.store(y_ptr + row_m[:, None] * K + n[None, :], acc, mask=valid_y)
     else:
         if bias_ptr is not None:
@@ -107,6 +109,7 @@ def conv2d_act_tma_kernel(
         if residual_ptr is not None:
             residual = tl.load(residual_ptr + pixel[:, None] * RESIDUAL_PITCH + n[None, :], mask=valid_y, other=0.0)
             acc += residual.to(tl.float32)
+        let_dependent_in(PDL)
         tl.store(y_ptr + pixel[:, None] * Y_PITCH + n[None, :], acc.to(y_ptr.dtype.element_ty), mask=valid_y)
 
 
@@ -128,7 +131,7 @@ def sum_parts_kernel(
         m = m.to(tl.int64)
     if bias_ptr is not None:
         bias_n = tl.load(bias_ptr + n, mask=valid_n, other=0.0).to(tl.float32)
-    wait_for_predecessor(PDL)
+    wait_holding_dependent(PDL)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for part in tl.static_range(SPLIT):
         row_m = (part * pixels + m).to(tl.int64)
@@ -139,4 +142,5 @@ def sum_parts_kernel(
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + m[:, None] * RESIDUAL_PITCH + n[None, :], mask=valid_y, other=0.0)
         acc += residual.to(tl.float32)
+    let_dependent_in(PDL)
     tl.store(y_ptr + m[:, None] * Y_PITCH + n[None, :], acc.to(y_ptr.dtype.element_ty), mask=valid_y)

@@ -12,7 +12,15 @@ import triton
 import triton.language as tl
 
 from ridgeline.kernels._conv2d_act import tap_of_step, valid_weights
-from ridgeline.kernels._nhwc import activate, after_loads, round_operand, split_pixel, wait_for_predecessor
+from ridgeline.kernels._nhwc import (
+    activate,
+    after_loads,
+    let_dependent_in,
+    prefetch_weights,
+    round_operand,
+    split_pixel,
+    wait_holding_dependent,
+)
 
 
 @triton.jit
@@ -62,6 +70,14 @@ def conv_chain_kernel(
     x_tap = x_ptr + ((image * H + h) * W + w) * X_PITCH
     PADDED: tl.constexpr = PAD_H > 0 or PAD_W > 0
     STEPS: tl.constexpr = (R * S * C + BLOCK_K - 1) // BLOCK_K
+    if not (UNROLL or DEPTHWISE):
+        prefetch_weights(weight_ptr, R * S * C * K0, PDL)
+    if not EARLY:
+        prefetch_weights(weight1_ptr, (K0 + E1) * K1, PDL)
+        if TAILS > 1:
+            prefetch_weights(weight2_ptr, (K1 + E2) * K2, PDL)
+        if TAILS > 2:
+            prefetch_weights(weight3_ptr, (K2 + E3) * K3, PDL)
     acc = tl.zeros((BLOCK_M, B0), tl.float32) + bias_of(bias_ptr, n0, K0)[None, :]
     valid_0 = valid_m[:, None] & (n0 < K0)[None, :]
     if DEPTHWISE:
@@ -69,7 +85,7 @@ def conv_chain_kernel(
         for tap in tl.static_range(R * S):
             kept = tl.load(weight_ptr + tap * C + n0, mask=n0 < K0, other=0.0)
             taps = taps + (kept,)  # noqa: RUF005 - Triton cannot unpack
-        wait_for_predecessor(PDL)
+        wait_holding_dependent(PDL)
         if residual_ptr is not None:
             residual = tl.load(residual_ptr + m[:, None] * RESIDUAL_PITCH + n0[None, :], mask=valid_0, other=0.0)
         extras1 = early_extras(extra1_ptr, m, valid_m, E1, PITCH1, BLOCK_K, EARLY)
@@ -93,7 +109,7 @@ def conv_chain_kernel(
                 valid_w = valid_weights(step, k, n0 < K0, R * S * C, BLOCK_K)
                 b_kn = tl.load(weight_row[None, :] + (step * BLOCK_K + k)[:, None], mask=valid_w, other=0.0)
                 weights = weights + (b_kn,)  # noqa: RUF005
-        wait_for_predecessor(PDL)
+        wait_holding_dependent(PDL)
         if residual_ptr is not None:
             residual = tl.load(residual_ptr + m[:, None] * RESIDUAL_PITCH + n0[None, :], mask=valid_0, other=0.0)
         extras1 = early_extras(extra1_ptr, m, valid_m, E1, PITCH1, BLOCK_K, EARLY)
@@ -130,6 +146,7 @@ def conv_chain_kernel(
         m, valid_m, n1, n2, n, dtype, K0, K1, K2, K3, E1, E2, E3, PITCH1, PITCH2, PITCH3, ACT1, ACT2, ACT3,
         SKIP1, SKIP2, SKIP3, TAILS, PRECISION, ROUNDING, EARLY, BLOCK_K,
     )  # fmt: skip
+    let_dependent_in(PDL)
     tl.store(y_ptr + m[:, None] * Y_PITCH + n[None, :], acc.to(dtype), mask=valid_m[:, None] & (n < K)[None, :])
 
 

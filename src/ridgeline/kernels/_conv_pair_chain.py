@@ -17,7 +17,14 @@ import triton.language as tl
 
 from ridgeline.kernels._conv2d_act import tap_of_step, valid_weights
 from ridgeline.kernels._conv_chain import bias_of, early_extras, early_weights, tails
-from ridgeline.kernels._nhwc import activate, after_loads, round_operand, wait_for_predecessor
+from ridgeline.kernels._nhwc import (
+    activate,
+    after_loads,
+    let_dependent_in,
+    prefetch_weights,
+    round_operand,
+    wait_holding_dependent,
+)
 
 
 @triton.jit
@@ -84,7 +91,17 @@ def conv_pair_chain_kernel(
     dtype = y_ptr.dtype.element_ty
     most_picked = _picked(tl.arange(0, 8 * BLOCK_M), 0, 8, TILE_W, HALO).to(dtype)
     last_picked = _picked(tl.arange(0, BLOCK_M), 8, 1, TILE_W, HALO).to(dtype)
-    wait_for_predecessor(PDL)
+    if not UNROLL:
+        prefetch_weights(weight_inner_ptr, 9 * C * KI, PDL)
+    if not EARLY:
+        prefetch_weights(weight_ptr, 9 * KI * K0, PDL)
+        if TAILS > 0:
+            prefetch_weights(weight1_ptr, (K0 + E1) * K1, PDL)
+        if TAILS > 1:
+            prefetch_weights(weight2_ptr, (K1 + E2) * K2, PDL)
+        if TAILS > 2:
+            prefetch_weights(weight3_ptr, (K2 + E3) * K3, PDL)
+    wait_holding_dependent(PDL)
     if residual_ptr is not None:
         valid_0 = valid_m[:, None] & (n0 < K0)[None, :]
         residual = tl.load(residual_ptr + m[:, None] * RESIDUAL_PITCH + n0[None, :], mask=valid_0, other=0.0)
@@ -142,6 +159,7 @@ def conv_pair_chain_kernel(
             m, valid_m, n1, n2, n, dtype, K0, K1, K2, K3, E1, E2, E3, PITCH1, PITCH2, PITCH3, ACT1, ACT2, ACT3,
             SKIP1, SKIP2, SKIP3, TAILS, PRECISION, ROUNDING, EARLY, BLOCK_K,
         )  # fmt: skip
+    let_dependent_in(PDL)
     tl.store(y_ptr + m[:, None] * Y_PITCH + n[None, :], acc.to(dtype), mask=valid_m[:, None] & (n < K)[None, :])
 
 

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, num_threads
 
 from ridgeline.cost.conv import ConvProblem
 from ridgeline.kernels._op import INTERPRETED, Sample, Target
@@ -170,6 +170,42 @@ def wait_for_predecessor(PDL: tl.constexpr):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def wait_holding_dependent(PDL: tl.constexpr):
+    """The same wait; the dependent stays out until `let_dependent_in`."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def let_dependent_in(PDL: tl.constexpr):
+    """Called before the last store: let in at the wait, dependents pile up on the few multiprocessors then free."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch_weights(weight_ptr, ELEMENTS: tl.constexpr, PDL: tl.constexpr):
+    """Bring a program's share of weights that are read after the wait from memory into the L2, before it."""
+    if PDL and _IN_ASSEMBLY:
+        LINE: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth  # elements in 128 bytes
+        LINES: tl.constexpr = (ELEMENTS + LINE - 1) // LINE
+        share = tl.cdiv(LINES, tl.num_programs(0))
+        for first in range(0, share, num_threads()):
+            line = line_of_share(first, share, LINES, num_threads())
+            address = (weight_ptr + line * LINE).to(tl.int64)
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; // dummy $0", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+            )
+
+
+@triton.jit
+def line_of_share(first, share, LINES: tl.constexpr, THREADS: tl.constexpr):
+    """A line for each thread, from a program's `first` on; threads with none left repeat the last."""
+    line = tl.program_id(0) * share + tl.minimum(first + tl.arange(0, THREADS), share - 1)
+    return tl.minimum(line, LINES - 1)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ridgeline.kernels._nhwc import wait_for_predecessor
+from ridgeline.kernels._nhwc import let_dependent_in, wait_holding_dependent
 
 _INF = tl.constexpr(0x7F800000)
 _INT32_MIN = tl.constexpr(-(2**31))
@@ -36,7 +36,7 @@ def anchor_maxima_kernel(
     C: tl.constexpr, TILES: tl.constexpr, SLOTS: tl.constexpr, SHIFT: tl.constexpr, TILE_BITS: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_C: tl.constexpr, WORD_BITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_predecessor(PDL)
+    wait_holding_dependent(PDL)
     tile = tl.program_id(0)
     image = tl.program_id(1).to(tl.int64)
     if tile == 0:
@@ -61,6 +61,7 @@ def anchor_maxima_kernel(
     slot = _exponent(place)
     kept = ((place & (place - 1)) == 0) & (slot < SLOTS)
     splitter = _splitter(key, tile, TILE_BITS, splitter_ptr.dtype.element_ty)
+    let_dependent_in(PDL)
     tl.store(splitter_ptr + image * (TILES * SLOTS) + slot * TILES + tile, splitter, mask=kept)
 
 
@@ -73,7 +74,7 @@ def collect_kernel(
     TILE_BITS: tl.constexpr, PAIR_BITS: tl.constexpr, ROOM: tl.constexpr, PROGRAM_TILES: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_C: tl.constexpr, WORD_BITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_predecessor(PDL)
+    wait_holding_dependent(PDL)
     WORD: tl.constexpr = 1 << WORD_BITS
     WORDS: tl.constexpr = BLOCK_C // WORD
     first = tl.program_id(0) * PROGRAM_TILES
@@ -132,6 +133,7 @@ def collect_kernel(
             )  # fmt: skip
             x = _logits(logits_ptr, pitch, cell, cells, C, BLOCK_A, BLOCK_C)
             anchor_key = tl.load(anchor_key_ptr + anchor + row, mask=cell + row < cells, other=_INT32_MIN)
+    let_dependent_in(PDL)
 
 
 @triton.jit
@@ -142,7 +144,7 @@ def rank_kernel(
     C: tl.constexpr, K: tl.constexpr, SHIFT: tl.constexpr, PAIR_BITS: tl.constexpr, ROOM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_LIST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_predecessor(PDL)
+    wait_holding_dependent(PDL)
     KEY_AT: tl.constexpr = 32 - SHIFT + PAIR_BITS
     image = tl.program_id(1).to(tl.int64)
     order_ptr += image * ROOM
@@ -199,6 +201,7 @@ def rank_kernel(
             tl.store(y_row + 5, (pair % C).to(tl.float32), mask=kept)
         mine += tl.num_programs(0) * BLOCK_ROWS
         order, pair = _entries(order_ptr, pair_ptr, mine, mine < count, PAIR_BITS)
+    let_dependent_in(PDL)
 
 
 @triton.jit

@@ -39,13 +39,14 @@ from ridgeline.kernels._nhwc import (
     cdiv,
     check_map,
     empty_nhwc,
+    let_dependent_in,
     next_power_of_2,
     pixel_pitch,
     random_nhwc,
     round_operand,
     share_elements,
     tf32_rounding,
-    wait_for_predecessor,
+    wait_holding_dependent,
 )
 from ridgeline.kernels._op import (
     Launch,
@@ -141,7 +142,7 @@ def attention_position_kernel(  # noqa: ANN201
         for tap in tl.static_range(9):
             kept = tl.load(weight_ptr + tap * (HEADS * E) + head * E + e, mask=valid_e, other=0.0)
             taps = taps + (kept,)  # noqa: RUF005 - Triton cannot unpack
-    wait_for_predecessor(PDL)
+    wait_holding_dependent(PDL)
 
     q_ptr = qkv_ptr + first_pixel * QKV_PITCH + head * (2 * D + E)
     k_ptr = q_ptr + D
@@ -189,6 +190,7 @@ def attention_position_kernel(  # noqa: ANN201
 
     y = mixed / total[:, None] + position
     y_tile = y_ptr + (first_pixel + query)[:, None] * Y_PITCH + head * E + e[None, :]
+    let_dependent_in(PDL)
     tl.store(y_tile, y.to(y_ptr.dtype.element_ty), mask=valid_q[:, None] & valid_e[None, :])
 
 

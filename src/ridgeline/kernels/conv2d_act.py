@@ -211,7 +211,7 @@ def _boxed(problem: Problem, config: Config, choices: Mapping[str, int | str], y
     sides = {"BOX_N": config.box_n, "BOX_H": config.box_h, "BOX_W": config.box_w, "STRIDE": problem.stride[0]}
     in_maps = ("H", "W", "STRIDE_H", "STRIDE_W")
     constants = {name: value for name, value in problem.constants(y).items() if name not in in_maps}
-    arguments = {name: value for name, value in problem.arguments(y).items() if name not in ("x_ptr", "weight_ptr")}
+    arguments = {name: value for name, value in problem.arguments(y).items() if name != "x_ptr"}
     whole = Launch(
         kernel=conv2d_act_tma_kernel,
         grid=(programs(problem, config),),

@@ -31,7 +31,14 @@ from torch import Tensor
 from ridgeline.cost import Cost
 from ridgeline.cost.conv import ConvProblem, conv_forward, problem_of
 from ridgeline.kernels._conv import FLOATS, ConvCall
-from ridgeline.kernels._nhwc import activate, cdiv, next_power_of_2, random_nhwc, wait_for_predecessor
+from ridgeline.kernels._nhwc import (
+    activate,
+    cdiv,
+    let_dependent_in,
+    next_power_of_2,
+    random_nhwc,
+    wait_holding_dependent,
+)
 from ridgeline.kernels._op import (
     Launch,
     Launcher,
@@ -141,7 +148,7 @@ def depthwise_conv2d_act_kernel(  # noqa: ANN201
             for tap in tl.static_range(R * S):
                 kept = tl.load(weight_ptr + tap * C + c, mask=valid_c, other=0.0)
                 taps = taps + (kept,)  # noqa: RUF005 - Triton cannot unpack
-    wait_for_predecessor(PDL)
+    wait_holding_dependent(PDL)
 
     image = m // (HO * WO)
     h = m // WO % HO * STRIDE_H - PAD_H
@@ -165,6 +172,7 @@ def depthwise_conv2d_act_kernel(  # noqa: ANN201
     acc = activate(acc, ACT)
     if residual_ptr is not None:
         acc += tl.load(residual_ptr + m[:, None] * RESIDUAL_PITCH + c[None, :], mask=valid_y, other=0.0).to(tl.float32)
+    let_dependent_in(PDL)
     tl.store(y_ptr + m[:, None] * Y_PITCH + c[None, :], acc.to(y_ptr.dtype.element_ty), mask=valid_y)
 
 

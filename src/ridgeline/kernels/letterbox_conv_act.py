@@ -40,12 +40,14 @@ from ridgeline.kernels._nhwc import (
     cdiv,
     check_map,
     empty_nhwc,
+    let_dependent_in,
     next_power_of_2,
     pixel_pitch,
+    prefetch_weights,
     round_operand,
     split_pixel,
     tf32_rounding,
-    wait_for_predecessor,
+    wait_holding_dependent,
 )
 from ridgeline.kernels._op import Launch, Launcher, Target, define, execute, nearest_first, target_of, tuned_config
 
@@ -153,7 +155,8 @@ def letterbox_conv_act_kernel(  # noqa: ANN201
         bias_n = tl.load(bias_ptr + n, mask=valid_n, other=0.0).to(tl.float32)
     weight_row = weight_ptr + n * (R * S * C)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    wait_for_predecessor(PDL)
+    prefetch_weights(weight_ptr, R * S * C * K, PDL)
+    wait_holding_dependent(PDL)
     # unrolled, so that all rows' loads are in flight at once
     for r in tl.static_range(R):
         y = row * STRIDE_H - PAD_H + r
@@ -182,6 +185,7 @@ def letterbox_conv_act_kernel(  # noqa: ANN201
         acc += bias_n[None, :]
     acc = activate(acc, ACT)
     valid_y = valid_m[:, None] & valid_n[None, :]
+    let_dependent_in(PDL)
     tl.store(y_ptr + m[:, None] * K + n[None, :], acc.to(y_ptr.dtype.element_ty), mask=valid_y)
 
 

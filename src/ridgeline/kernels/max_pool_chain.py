@@ -32,11 +32,12 @@ from ridgeline.kernels._nhwc import (
     cdiv,
     check_map,
     empty_nhwc,
+    let_dependent_in,
     next_power_of_2,
     pixel_pitch,
     random_nhwc,
     share_elements,
-    wait_for_predecessor,
+    wait_holding_dependent,
 )
 from ridgeline.kernels._op import (
     Launch,
@@ -90,7 +91,7 @@ def max_pool_chain_kernel(  # noqa: ANN201
     w = m % W
     x_image = x_ptr + m // (H * W) * (H * W * X_PITCH) + c
     y_pixel = y_ptr + m * Y_PITCH + c
-    wait_for_predecessor(PDL)
+    wait_holding_dependent(PDL)
 
     x = tl.load(x_ptr + m * X_PITCH + c, mask=valid_c, other=0.0)
     tl.store(y_pixel, x, mask=valid_y)
@@ -116,6 +117,7 @@ def max_pool_chain_kernel(  # noqa: ANN201
             larger = tl.maximum(windows[i], row, propagate_nan=tl.PropagateNan.ALL).to(x.dtype)
             grown = grown + (tl.where(inside, larger, windows[i]),)  # noqa: RUF005
         windows = grown
+    let_dependent_in(PDL)
     for i in tl.static_range(COUNT):
         tl.store(y_pixel + (i + 1) * C, windows[i], mask=valid_y)
 

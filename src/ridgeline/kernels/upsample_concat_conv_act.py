@@ -32,13 +32,15 @@ from ridgeline.kernels._nhwc import (
     activate,
     check_map,
     empty_nhwc,
+    let_dependent_in,
     pixel_pitch,
+    prefetch_weights,
     random_nhwc,
     round_operand,
     share_elements,
     split_pixel,
     tf32_rounding,
-    wait_for_predecessor,
+    wait_holding_dependent,
 )
 from ridgeline.kernels._op import Launch, Launcher, Sample, Target, define, execute, target_of, tuned_config
 from ridgeline.kernels.conv2d_act import Config
@@ -101,7 +103,8 @@ def upsample_concat_conv_act_kernel(  # noqa: ANN201
     if bias_ptr is not None:
         bias_n = tl.load(bias_ptr + n, mask=valid_n, other=0.0).to(tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    wait_for_predecessor(PDL)
+    prefetch_weights(weight_ptr, (C1 + C2) * K, PDL)
+    wait_holding_dependent(PDL)
     # C1 and C2 are multiples of BLOCK_K, so no step needs a mask along the reduction
     for step in range(0, C1 // BLOCK_K):
         c = step * BLOCK_K + k
@@ -117,6 +120,7 @@ def upsample_concat_conv_act_kernel(  # noqa: ANN201
         acc += bias_n[None, :]
     acc = activate(acc, ACT)
     valid_y = valid_m[:, None] & valid_n[None, :]
+    let_dependent_in(PDL)
     tl.store(y_ptr + m[:, None] * Y_PITCH + n[None, :], acc.to(y_ptr.dtype.element_ty), mask=valid_y)
 
 

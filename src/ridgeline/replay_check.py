@@ -1,0 +1,58 @@
+"""Whether replays of a CUDA graph give one result: kernels that do not wait for one another betray themselves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ridgeline.cudagraph import Captured
+from ridgeline.timing import evictor
+
+REPLAYS, LEAST = 64, 8
+_SECONDS = 0.5
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def unsteady(captured: Captured, *, evict: Callable[[], object] | None = None) -> tuple[int, int]:
+    """(different, replays): how many replays on the inputs as they are gave other bits than the one before them all.
+
+    Every second one begins with an L2 without the graph's weights, which then come late and show who does not wait for
+    them: `evict` empties it, by default as `timing` does on the GPU. There are REPLAYS of them, or of a slow graph as
+    many as half a second holds, but LEAST. What they find is no proof: an error that is rare enough stays unseen.
+    """
+    evict = evict or evictor()
+    captured.graph.replay()
+    expected = [_bits(tensor).clone() for tensor in _tensors(captured)]
+    _finish()
+    start = time.perf_counter()
+    captured.graph.replay()
+    _finish()
+    replays = max(LEAST, min(REPLAYS, int(_SECONDS / max(time.perf_counter() - start, 1e-9))))
+    found = []
+    for i in range(replays):
+        if i % 2:
+            evict()
+        captured.graph.replay()
+        changed = [(_bits(t) != e).any() for t, e in zip(_tensors(captured), expected, strict=True)]
+        found.append(torch.stack(changed).any())
+    return int(torch.stack(found).sum()), replays
+
+
+def _tensors(captured: Captured) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(captured.outputs) if isinstance(leaf, Tensor)]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers, which equal themselves whatever number they stand for."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.view(_INTEGERS[real.element_size()])
+
+
+def _finish() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
