@@ -33,6 +33,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ridgeline.errors import EnvironmentUnusable
+from ridgeline.pending_products import overwrites
+from ridgeline.sass import disassemble
 
 TIMEOUT_S = 180.0
 
@@ -209,7 +211,11 @@ def _compile(plain: Mapping[str, Any]) -> str | None:
     arguments = {name: _stand_in(value) for name, value in plain["arguments"].items()}
     compiled = kernel.warmup(**arguments, **plain["constants"], **plain["options"], grid=(1,))
     needed, limit = compiled.metadata.shared, plain["shared_limit_bytes"]
-    return f"needs {needed} B of shared memory, {plain['arch']} has {limit} B" if needed > limit else None
+    if needed > limit:
+        return f"needs {needed} B of shared memory, {plain['arch']} has {limit} B"
+    # only wgmma reads registers late
+    wrong = "wgmma.mma_async" in compiled.asm["ptx"] and overwrites(disassemble(compiled.asm["cubin"]))
+    return f"overwrites operands of a product that is not done: {wrong[0]}" if wrong else None
 
 
 def _stand_in(value: Any) -> Any:

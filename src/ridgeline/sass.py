@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.errors import EnvironmentUnusable, UsageError
+from ridgeline.pending_products import overwrites
 
 try:
     import triton
@@ -97,6 +98,7 @@ class SassReport:
     shared_bytes: int  # per block
     shared_limit_bytes: int
     num_warps: int
+    overwrites: tuple[str, ...] = ()  # instructions that write what a product may not have read yet
 
     def count(self, *names: str) -> int:
         """Instructions whose mnemonic, without modifiers, is one of `names`."""
@@ -131,6 +133,8 @@ class SassReport:
             found.append(f"needs {self.shared_bytes} B of shared memory, {self.arch} has {self.shared_limit_bytes} B")
         if self.spill_bytes or self.local_loads or self.local_stores:
             found.append(f"spills: {self.spill_bytes} B of stack, {self.local_loads} LDL, {self.local_stores} STL")
+        if self.overwrites:
+            found.append(f"overwrites operands of products that are not done: {', '.join(self.overwrites)}")
         return tuple(found)
 
     def rows(self) -> list[tuple[str, str]]:
@@ -200,10 +204,7 @@ def compile_many(sources: Sequence[KernelSource]) -> tuple[Binary, ...]:
 
 def inspect(binary: Binary) -> SassReport:
     """Disassemble and count."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(binary.cubin)
-        listing = _cuobjdump(path)
+    listing = disassemble(binary.cubin)
     resources = _RESOURCES.search(listing)
     if resources is None:
         raise EnvironmentUnusable(
@@ -218,7 +219,16 @@ def inspect(binary: Binary) -> SassReport:
         shared_bytes=binary.shared_bytes,
         shared_limit_bytes=shared_limit_bytes(binary.arch),
         num_warps=binary.num_warps,
+        overwrites=overwrites(listing),
     )
+
+
+def disassemble(cubin: bytes) -> str:
+    """What cuobjdump says of a kernel: its resources and its instructions."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        return _cuobjdump(path)
 
 
 def _compile(source: KernelSource) -> Binary:

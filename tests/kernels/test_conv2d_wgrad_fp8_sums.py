@@ -6,7 +6,6 @@ import random
 import re
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from ridgeline.kernels._conv2d_wgrad_fp8_call import sums_tile
 from ridgeline.kernels._conv2d_wgrad_fp8_sums import _assembly, _constraints, wgrad_fp8_sums_kernel
 from ridgeline.kernels._nhwc import cdiv
 from ridgeline.kernels._op import Launch, typical_target
-from ridgeline.sass import Binary, _cuobjdump, compile_many, inspect
+from ridgeline.sass import Binary, compile_many, disassemble, inspect
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ARCHES = ("sm_89", "sm_90", "sm_120")
@@ -135,16 +134,14 @@ def launch_of(arch: str, place: int, *, bias: bool) -> Launch:
     return conv2d_wgrad_fp8.plan(target=typical_target(arch), bias=bias, **arguments)
 
 
-def order(binary: Binary, folder: Path) -> str:
+def order(binary: Binary) -> str:
     """The program's loads of 16 bytes (L), sums (+) and branches (/)."""
-    path = folder / "sums.cubin"
-    path.write_bytes(binary.cubin)
     letters = {"LDG.E.128": "L", "FADD": "+", "BRA": "/"}
-    found = re.findall(r"\*/\s+(?:@!?U?P\w+\s+)?(LDG\.E\.128|FADD|BRA)\b", _cuobjdump(path))
+    found = re.findall(r"\*/\s+(?:@!?U?P\w+\s+)?(LDG\.E\.128|FADD|BRA)\b", disassemble(binary.cubin))
     return "".join(letters[name] for name in found)
 
 
-def test_machine_code(tmp_path: Path):
+def test_machine_code():
     """Four programs of eight warps a multiprocessor, nothing spilled, and no load waits for another."""
     made = [(arch, launch_of(arch, 0, bias=True)) for arch in ARCHES]
     made += [("sm_90", launch_of("sm_90", place, bias=False)) for place in (0, 2, 5)]
@@ -152,5 +149,5 @@ def test_machine_code(tmp_path: Path):
         report, loads, blocks = inspect(binary), launch.constants["LOADS"], launch.constants["BLOCKS"]
         assert not report.problems, (arch, report.problems)
         assert launch.num_warps == 8 and report.registers <= 64, arch
-        runs = [run for run in re.findall("L+", order(binary, tmp_path)) if len(run) > 1]
+        runs = [run for run in re.findall("L+", order(binary)) if len(run) > 1]
         assert runs == ["L" * 8] * (launch.arguments["db_ptr"] is not None) + ["L" * (loads * blocks)], arch  # pyright: ignore[reportOperatorIssue]

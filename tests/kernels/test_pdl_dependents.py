@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from ridgeline.kernels import conv_chain, depthwise_conv2d_act, upsample_concat_
 from ridgeline.kernels._nhwc import conv_sample
 from ridgeline.kernels._op import Launch, typical_target
 from ridgeline.kernels.conv2d_act import Config, plan
-from ridgeline.sass import Binary, _cuobjdump, compile_many, inspect
+from ridgeline.sass import Binary, compile_many, disassemble, inspect
 
 H200 = typical_target("sm_90")
 TOLD = "ACQBULK", "PREEXIT", "LDGSTS", "UTMALDG", "STS", "HMMA", "HGMMA", "STG", "UTMASTG"
@@ -42,16 +41,14 @@ def binaries() -> dict[str, Binary]:
     return dict(zip(named, compile_many([launch.source("sm_90") for launch in named.values()]), strict=True))
 
 
-def told(binary: Binary, folder: Path) -> list[str]:
+def told(binary: Binary) -> list[str]:
     """The instructions of TOLD in the order of the code."""
-    path = folder / "kernel.cubin"
-    path.write_bytes(binary.cubin)
-    return re.findall(rf"\*/\s+(?:@!?U?P\w+\s+)?({'|'.join(TOLD)})\b", _cuobjdump(path))
+    return re.findall(rf"\*/\s+(?:@!?U?P\w+\s+)?({'|'.join(TOLD)})\b", disassemble(binary.cubin))
 
 
 @pytest.mark.parametrize("name", [name for name, _ in launches(pdl=True)])
-def test_a_dependent_is_let_in_when_only_the_store_is_left(name: str, binaries: dict[str, Binary], tmp_path: Path):
-    code = told(binaries[name], tmp_path)
+def test_a_dependent_is_let_in_when_only_the_store_is_left(name: str, binaries: dict[str, Binary]):
+    code = told(binaries[name])
     assert inspect(binaries[name]).problems == ()
     assert code.count("PREEXIT") == 1
     before, after = code[: code.index("PREEXIT")], code[code.index("PREEXIT") + 1 :]
@@ -64,7 +61,7 @@ def test_a_dependent_is_let_in_when_only_the_store_is_left(name: str, binaries: 
         assert {"HMMA", "HGMMA"} & set(before) and not {"HMMA", "HGMMA"} & set(after)
 
 
-def test_without_early_launch_there_is_no_trace_of_it(tmp_path: Path):
+def test_without_early_launch_there_is_no_trace_of_it():
     (launch,) = (launch for name, launch in launches(pdl=False) if name == "pipelined")
     (binary,) = compile_many([launch.source("sm_90")])
-    assert not {"ACQBULK", "PREEXIT"} & set(told(binary, tmp_path))
+    assert not {"ACQBULK", "PREEXIT"} & set(told(binary))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from ridgeline.kernels import upsample_concat_conv_act
 from ridgeline.kernels._nhwc import cdiv, conv_sample, line_of_share
 from ridgeline.kernels._op import Launch, typical_target
 from ridgeline.kernels.conv2d_act import Config, plan
-from ridgeline.sass import Binary, _cuobjdump, compile_many, inspect
+from ridgeline.sass import Binary, compile_many, disassemble, inspect
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 H200 = typical_target("sm_90")
@@ -49,14 +48,12 @@ def upsampled() -> Launch:
     return upsample_concat_conv_act.plan(target=H200, **{**arguments, "pdl": True})
 
 
-def code(binary: Binary, folder: Path) -> list[str]:
+def code(binary: Binary) -> list[str]:
     """Its prefetches and its wait, in the order of the code."""
-    path = folder / "kernel.cubin"
-    path.write_bytes(binary.cubin)
-    return re.findall(rf"\*/\s+(?:@!?U?P\w+\s+)?({re.escape(PREFETCH)}\w*|{WAIT})\b", _cuobjdump(path))
+    return re.findall(rf"\*/\s+(?:@!?U?P\w+\s+)?({re.escape(PREFETCH)}\w*|{WAIT})\b", disassemble(binary.cubin))
 
 
-def test_machine_code_asks_for_weights_before_the_wait(tmp_path: Path):
+def test_machine_code_asks_for_weights_before_the_wait():
     asking = [
         conv(Config(64, 64, 64, 4, 3)),
         conv(Config(16, 32, 32, 4, 3, 4)),
@@ -67,7 +64,7 @@ def test_machine_code_asks_for_weights_before_the_wait(tmp_path: Path):
     silent = [conv(Config(16, 32, 64, 2, 1), side=1), conv(Config(64, 64, 64, 4, 3), pdl=False)]
     binaries = compile_many([launch.source("sm_90") for launch in (*asking, *silent)])
     for binary in binaries[: len(asking)]:
-        found = code(binary, tmp_path)
+        found = code(binary)
         assert inspect(binary).problems == ()
         assert len(found) > 1 and found.index(WAIT) == len(found) - 1, "the wait is the last"
-    assert [[line for line in code(binary, tmp_path) if line != WAIT] for binary in binaries[len(asking) :]] == [[], []]
+    assert [[line for line in code(binary) if line != WAIT] for binary in binaries[len(asking) :]] == [[], []]

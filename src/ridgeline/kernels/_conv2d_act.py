@@ -8,6 +8,7 @@ import triton.language as tl
 from ridgeline.kernels._nhwc import (
     activate,
     after_loads,
+    awaited,
     let_dependent_in,
     prefetch_weights,
     round_operand,
@@ -131,6 +132,7 @@ def conv2d_act_kernel(
             a_mk = tl.load(x_tap[:, None] + offset[None, :], mask=valid_x, other=0.0)
             b_kn = tl.load(weight_row[None, :] + (step * BLOCK_K + k)[:, None], mask=valid_w, other=0.0)
             acc = tl.dot(round_operand(a_mk, ROUNDING), b_kn, acc, input_precision=PRECISION)
+            acc = awaited(acc, ROUNDING != "")
 
     if bias_ptr is not None:
         # last, with and without PDL: another order of the sum would be another result
@@ -178,6 +180,7 @@ def _split_product(
             a_smk = _split_gather(step, x_tap, h, w, C, H, W, R, S, PADDED, X_PITCH, SPLIT, BLOCK_M, BLOCK_K)
             b_skn = _split_weights(step, weight_row, valid_n, R * S * C, SPLIT, BLOCK_K)
             acc = tl.dot(round_operand(a_smk, ROUNDING), b_skn, acc, input_precision=PRECISION)
+            acc = awaited(acc, ROUNDING != "")
     return tl.sum(acc, 0)
 
 

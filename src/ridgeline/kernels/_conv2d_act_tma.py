@@ -17,7 +17,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ridgeline.kernels._nhwc import activate, let_dependent_in, prefetch_weights, round_operand, wait_holding_dependent
+from ridgeline.kernels._nhwc import (
+    activate,
+    awaited,
+    let_dependent_in,
+    prefetch_weights,
+    round_operand,
+    wait_holding_dependent,
+)
 
 
 @triton.jit
@@ -82,6 +89,8 @@ def conv2d_act_tma_kernel(
             a_mk = a_nhwk.reshape(BLOCK_M, BLOCK_K)
         b_nk = weight_desc.load([n_first, tap * C + c])
         acc = tl.dot(round_operand(a_mk, ROUNDING), b_nk.T, acc, input_precision=PRECISION)
+        # a box that is no row of pixels is reshaped in registers
+        acc = awaited(acc, not IS_PRODUCT or ROUNDING != "")
 
     # where the tile goes is computed only now: its registers would stand beside the accumulators through the loop
     m = tl.arange(0, BLOCK_M)

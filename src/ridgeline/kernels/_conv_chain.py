@@ -15,6 +15,7 @@ from ridgeline.kernels._conv2d_act import tap_of_step, valid_weights
 from ridgeline.kernels._nhwc import (
     activate,
     after_loads,
+    awaited,
     let_dependent_in,
     prefetch_weights,
     round_operand,
@@ -131,6 +132,7 @@ def conv_chain_kernel(
                 a_mk = tl.load(x_tap[:, None] + offset[None, :], mask=valid_x, other=0.0)
                 b_kn = tl.load(weight_row[None, :] + (step * BLOCK_K + k)[:, None], mask=valid_w, other=0.0)
                 acc = tl.dot(round_operand(a_mk, ROUNDING), b_kn, acc, input_precision=PRECISION)
+                acc = awaited(acc, ROUNDING != "")
     if EARLY:
         extras1 = after_loads(extras1, ROUNDING)
         extras2 = after_loads(extras2, ROUNDING)
@@ -265,5 +267,6 @@ def _tail(
                 extra = _extra_block(extra_ptr, m, valid_m, e, E, PITCH, BLOCK_E)
                 block = _weight_block(weight_ptr, n, K_IN + e, K_IN + E, K_IN + E, K_OUT, BLOCK_E)
                 acc = tl.dot(round_operand(extra, ROUNDING), block, acc, input_precision=PRECISION)
+                acc = awaited(acc, ROUNDING != "")
         acc = tl.dot(value, weight, acc, input_precision=PRECISION)
     return activate(acc, ACT)

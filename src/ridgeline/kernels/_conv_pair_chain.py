@@ -20,6 +20,7 @@ from ridgeline.kernels._conv_chain import bias_of, early_extras, early_weights, 
 from ridgeline.kernels._nhwc import (
     activate,
     after_loads,
+    awaited,
     let_dependent_in,
     prefetch_weights,
     round_operand,
@@ -134,6 +135,7 @@ def conv_pair_chain_kernel(
             a_mk = tl.load(x_tap[:, None] + offset[None, :], mask=valid_x, other=0.0)
             b_kn = tl.load(weight_row[None, :] + (step * BLOCK_K + k)[:, None], mask=valid_w, other=0.0)
             acc = tl.dot(round_operand(a_mk, ROUNDING), b_kn, acc, input_precision=PRECISION)
+            acc = awaited(acc, ROUNDING != "")
     if EARLY:
         extras1 = after_loads(extras1, ROUNDING)
         extras2 = after_loads(extras2, ROUNDING)

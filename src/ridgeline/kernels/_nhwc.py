@@ -247,6 +247,17 @@ def round_operand(x, ROUNDING: tl.constexpr):
 
 
 @triton.jit
+def awaited(acc, IN_REGISTERS: tl.constexpr):
+    """The sum of a pipelined loop. A product whose left operand is in registers ends in its step: this is a use of it.
+
+    Left alone, Triton 3.6 waits for it some products later, and loads the registers anew before (see pending_products).
+    """
+    if IN_REGISTERS and _IN_ASSEMBLY:
+        acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=False, pack=1)
+    return acc
+
+
+@triton.jit
 def after_loads(blocks, ROUNDING: tl.constexpr):
     """The tuple of loaded blocks, rounded as `round_operand` does, with no use of any above the last load.
 

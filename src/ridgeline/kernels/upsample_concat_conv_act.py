@@ -30,6 +30,7 @@ from ridgeline.kernels import conv2d_act
 from ridgeline.kernels._conv import FLOATS
 from ridgeline.kernels._nhwc import (
     activate,
+    awaited,
     check_map,
     empty_nhwc,
     let_dependent_in,
@@ -111,11 +112,13 @@ def upsample_concat_conv_act_kernel(  # noqa: ANN201
         a_mk = tl.load(coarse_ptr + coarse_pixel[:, None] * COARSE_PITCH + c[None, :], mask=valid_m[:, None], other=0.0)
         b_kn = tl.load(weight_row[None, :] + c[:, None], mask=valid_n[None, :], other=0.0)
         acc = tl.dot(round_operand(a_mk, ROUNDING), b_kn, acc, input_precision=PRECISION)
+        acc = awaited(acc, ROUNDING != "")
     for step in range(0, C2 // BLOCK_K):
         c = step * BLOCK_K + k
         a_mk = tl.load(fine_ptr + m[:, None] * FINE_PITCH + c[None, :], mask=valid_m[:, None], other=0.0)
         b_kn = tl.load(weight_row[None, :] + C1 + c[:, None], mask=valid_n[None, :], other=0.0)
         acc = tl.dot(round_operand(a_mk, ROUNDING), b_kn, acc, input_precision=PRECISION)
+        acc = awaited(acc, ROUNDING != "")
     if bias_ptr is not None:
         acc += bias_n[None, :]
     acc = activate(acc, ACT)
