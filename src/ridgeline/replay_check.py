@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ridgeline.cudagraph import Captured
-from ridgeline.timing import evictor
+from ridgeline.timing import MIN_REPEATS, evictor, time_callable
 
 REPLAYS, LEAST = 64, 8
 _SECONDS = 0.5
@@ -28,11 +27,8 @@ def unsteady(captured: Captured, *, evict: Callable[[], object] | None = None) -
     evict = evict or evictor()
     captured.graph.replay()
     expected = [_bits(tensor).clone() for tensor in _tensors(captured)]
-    _finish()
-    start = time.perf_counter()
-    captured.graph.replay()
-    _finish()
-    replays = max(LEAST, min(REPLAYS, int(_SECONDS / max(time.perf_counter() - start, 1e-9))))
+    one = time_callable(captured.graph.replay, warmup=1, repeats=MIN_REPEATS, log_clocks=False)
+    replays = max(LEAST, min(REPLAYS, int(_SECONDS / max(one.median_s, 1e-9))))
     found = []
     for i in range(replays):
         if i % 2:
@@ -51,8 +47,3 @@ def _bits(tensor: Tensor) -> Tensor:
     """The same memory as integers, which equal themselves whatever number they stand for."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return real.view(_INTEGERS[real.element_size()])
-
-
-def _finish() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -37,7 +37,6 @@ from ridgeline.kernels._conv import FLOATS, INT32_ELEMENTS
 from ridgeline.kernels._letterbox import GREY, PADDING, SHIFT, frame_sample
 from ridgeline.kernels._nhwc import (
     activate,
-    awaited,
     cdiv,
     check_map,
     empty_nhwc,
@@ -182,7 +181,6 @@ def letterbox_conv_act_kernel(  # noqa: ANN201
         valid_w = valid_k[:, None] & valid_n[None, :]
         b_kn = tl.load(weight_row[None, :] + (r * S * C + k)[:, None], mask=valid_w, other=0.0)
         acc = tl.dot(round_operand(a_mk, ROUNDING), b_kn, acc, input_precision=PRECISION)
-        acc = awaited(acc, ROUNDING != "")
     if bias_ptr is not None:
         acc += bias_n[None, :]
     acc = activate(acc, ACT)
